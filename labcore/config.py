@@ -1,0 +1,93 @@
+"""Every knob of the engine, with its unit and its range.
+
+One frozen object is made at start-up and handed down; nothing else in labcore reads a setting from anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+SCHEDULING_POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("recompute", "swap")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. Every field is checked; a bad one raises `ValueError` that names it and its range.
+
+    device, dtype            "auto", or what torch calls them: "cpu", "cuda:0", "float32", "bfloat16", …
+    block_size               tokens per KV block, 1 … 256
+    num_blocks               KV blocks in the pool; None sizes the pool from memory
+    gpu_memory_utilization   share of the GPU's memory that the engine may use in all, above 0 and up to 1 (cuda)
+    kv_cache_memory_gb       GiB of host memory for the KV pool (cpu)
+    max_model_len            most tokens of prompt and output together; None takes the model's own limit
+    max_num_seqs             most requests that run at once
+    max_num_batched_tokens   token budget of one step, prompt and output tokens alike
+    enable_prefix_caching    reuse KV blocks whose tokens were computed before
+    enable_chunked_prefill   let a long prompt share its steps with others, in pieces
+    scheduling_policy        "fcfs", or "priority" (a smaller number goes first)
+    preemption_mode          what a preempted request does with its KV: "recompute" it later, or "swap" it to the host
+    num_host_blocks          KV blocks of host memory for swapped requests
+    kv_cache_dtype           "auto" stores KV in the model's dtype; "int8" and "fp8" compress it
+    attention_backend        "auto", "torch" or "triton"
+    seed                     seed of every request that brings none of its own
+    record                   keep a flight record of every step
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_gb: float = 1.0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    preemption_mode: str = "recompute"
+    num_host_blocks: int = 0
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
+    seed: int = 0
+    record: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("block_size", self.block_size, 1, 256)
+        if self.num_blocks is not None:
+            _whole("num_blocks", self.num_blocks, 1)
+        if self.max_model_len is not None:
+            _whole("max_model_len", self.max_model_len, 2)
+        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _whole("num_host_blocks", self.num_host_blocks, 0)
+        _whole("seed", self.seed, 0, 2**63 - 1)
+        _share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0)
+        _share("kv_cache_memory_gb", self.kv_cache_memory_gb, math.inf)
+        _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "record"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    allowed = f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, {allowed}.")
+
+
+def _share(name: str, value: object, high: float) -> None:
+    allowed = "above 0" if high == math.inf else f"above 0 and up to {high:g}"
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= high or value == math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a number {allowed}.")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")

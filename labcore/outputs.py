@@ -1,0 +1,59 @@
+"""What the engine gives back: plain data, cumulative, the same shape for every step of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation of a prompt, as far as it has come.
+
+    finish_reason is None while it grows, then "stop" (end token, stop id or stop string), "length" or "abort".
+    logprobs holds one dict a token, {token id: log-probability}, when the request asked for them; natural log, of the
+    model's own distribution before temperature, penalties and truncation.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to one request, in seconds on the engine's clock.
+
+    queue time = first_scheduled_time - arrival_time; TTFT = first_token_time - arrival_time.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, seconds; None before it."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def e2e(self) -> float | None:
+        """Arrival to last token, seconds; None before the end."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass
+class RequestOutput:
+    """All continuations of one prompt. num_cached_tokens counts prompt tokens whose KV was found, not computed."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    prompt: str | None = field(default=None, repr=False)

@@ -1,0 +1,85 @@
+"""A request on its way through the engine: its tokens, its block table, and how far it has been computed.
+
+There is no prefill phase and no decode phase. A request owns `num_tokens` tokens, of which `num_computed_tokens` have
+their KV in the pool; every step lets it catch up a little, and when it has caught up it gains one token more.
+
+    prompt            output
+    ┌───────────────┐┌──────┐
+    t0 t1 t2 t3 t4 t5 t6 t7       num_tokens 8
+    ▓▓ ▓▓ ▓▓ ▓▓ ▓▓ ▓▓ ▓▓ ░░       num_computed_tokens 7: one to go, then the next token is sampled
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from labcore.blocks import BlockTable
+from labcore.outputs import RequestMetrics
+from labcore.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """A request is in exactly one of these; `Engine.check_integrity` holds the engine to it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence of tokens. A request with n > 1 is served as n of these (see `labcore.sampling_group`).
+
+    arrival       position in the order of arrival; a preempted request keeps it, and so keeps its place
+    max_tokens    most output tokens, already cut to what max_model_len leaves
+    seed          resolved: the request's own, or one derived from the engine's
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: int
+    max_tokens: int
+    seed: int
+    priority: int = 0
+    arrival_time: float = 0.0
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    table: BlockTable | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    metrics: RequestMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(arrival_time=self.arrival_time)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together, computed or not."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that still lack their KV; 1 while decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens start … stop - 1 of prompt and output laid end to end."""
+        split = len(self.prompt_token_ids)
+        if start >= split:
+            return self.output_token_ids[start - split : stop - split]
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - split)]
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV slots that the request can come to need; the last output token is sampled but never computed."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
