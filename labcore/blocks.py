@@ -178,6 +178,14 @@ class BlockTable:
         self.num_tokens = stop
         return self.slot_mapping(start, stop)
 
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """Begin an empty table with full blocks that a prefix cache found, and become one more owner of each."""
+        if self.blocks:
+            raise BlockError(f"a table of {len(self.blocks)} blocks can't adopt a prefix; only an empty one can.")
+        self.pool.touch(blocks)
+        self.blocks = list(blocks)
+        self.num_tokens = len(blocks) * self.pool.block_size
+
     def slot_mapping(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Slots of tokens start … stop - 1, shape [stop - start]. slot = physical block * block_size + offset."""
         stop = self.num_tokens if stop is None else stop

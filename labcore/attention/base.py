@@ -1,0 +1,43 @@
+"""What an attention backend does: put K and V where the slot mapping says, and attend over block tables."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from labcore.attention.kv_cache import KVCache
+from labcore.attention.metadata import AttentionMetadata
+
+
+class AttentionBackend(ABC):
+    """Attention over paged KV. All calls of one step pass the same metadata object."""
+
+    @abstractmethod
+    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, meta: AttentionMetadata) -> None:
+        """Write k and v, [T, num_kv_heads, head_dim], to the slots of `meta.slot_mapping`; -1 writes nothing."""
+
+    @abstractmethod
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of q, [T, num_query_heads, head_dim], over the tokens in the cache; returns q's shape.
+
+        The K and V of the step's own tokens are in the cache already. scaling multiplies the scores; softcap squashes
+        them to softcap * tanh(score / softcap); sliding_window lets a token see itself and window - 1 before it; sinks,
+        [num_query_heads], is one more score per head that takes its share of the softmax and gives nothing.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (src, dst) in every layer. All sources are read before any destination is written."""

@@ -1,0 +1,48 @@
+"""The paged KV store: memory for K and V, taken once at start-up and never again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from labcore.models.layers import LayerShape
+
+
+class KVCache:
+    """K and V of every layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each.
+
+    A token's row is contiguous, and so is a block: a block table's entry is one stretch of memory. Slot s of a layer is
+    row s of `k[layer].flatten(0, 1)`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layers = list(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory of one block over all layers, K and V, in bytes."""
+        return sum(t[0].numel() * t.element_size() for t in self.k + self.v)
+
+    def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
+        """Overwrite blocks (all of them when None) in every layer. Tests fill with NaN what nobody may read."""
+        index = slice(None) if blocks is None else list(blocks)
+        for tensor in self.k + self.v:
+            tensor[index] = value
+
+
+def bytes_per_block(layers: Sequence[LayerShape], block_size: int, element_size: int) -> int:
+    """Memory that one block takes over all layers, K and V, in bytes: what the pool's size is worked out from."""
+    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * element_size for layer in layers)

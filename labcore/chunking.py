@@ -1,0 +1,44 @@
+"""How much of a request a step may compute: the seam between whole prompts and chunked prefill."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from labcore.request import Request
+
+
+class ChunkPolicy(ABC):
+    """Decides how many of a request's uncomputed tokens go into the step that is being put together."""
+
+    @abstractmethod
+    def num_tokens(self, request: Request, budget_left: int, budget: int) -> int:
+        """Tokens to compute now, 0 … min(uncomputed, budget_left); 0 lets the request wait for a later step.
+
+        budget is the whole step's token budget, budget_left what other requests have left of it.
+        """
+
+
+class WholePrompts(ChunkPolicy):
+    """A prompt is computed in one step, and waits for a step with room for it.
+
+    One so long that decoding requests alone could keep it waiting for ever is cut: it takes what a step has left.
+
+    max_num_seqs: most requests that run at once, each of which can take a token from the budget.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+
+    def num_tokens(self, request: Request, budget_left: int, budget: int) -> int:
+        wanted = request.num_uncomputed_tokens
+        if wanted <= budget_left:
+            return wanted
+        finds_room_later = wanted <= budget - self.max_num_seqs
+        return 0 if finds_room_later else budget_left
+
+
+class ChunkedPrefill(ChunkPolicy):
+    """A prompt is computed in as many pieces as the others leave room for. Source: Sarathi-Serve (Agrawal et al. 2024)."""
+
+    def num_tokens(self, request: Request, budget_left: int, budget: int) -> int:
+        return min(request.num_uncomputed_tokens, budget_left)
