@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -82,7 +82,7 @@ POLICIES = {"fcfs": fcfs, "priority": by_priority}
 class WaitingQueue:
     """Waiting requests, most entitled first. Push and pop cost O(log n); an aborted one is skipped when it surfaces."""
 
-    def __init__(self, entitlement) -> None:
+    def __init__(self, entitlement: Callable[[Request], tuple]) -> None:
         self._entitlement = entitlement
         self._heap: list[tuple[tuple, Request]] = []
         self._present: dict[str, Request] = {}
@@ -178,6 +178,14 @@ class Scheduler:
         """The step is done: `num_tokens` more tokens of the request have their KV."""
         request.num_computed_tokens += num_tokens
         self.prefix_cache.publish(request)
+
+    def roll_back(self, requests: Sequence[Request]) -> None:
+        """A step broke off, and the KV of these requests may be half written: they lose it, and wait for their turn."""
+        for request in requests:
+            self.running.remove(request)
+            Recompute().preempt(request, SchedulerOutput(self._step))
+            request.num_preemptions += 1
+            self.waiting.push(request)
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         i = 0

@@ -41,8 +41,3 @@ class KVCache:
         index = slice(None) if blocks is None else list(blocks)
         for tensor in self.k + self.v:
             tensor[index] = value
-
-
-def bytes_per_block(layers: Sequence[LayerShape], block_size: int, element_size: int) -> int:
-    """Memory that one block takes over all layers, K and V, in bytes: what the pool's size is worked out from."""
-    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * element_size for layer in layers)

@@ -1,0 +1,105 @@
+"""Puts the parts of an engine together: labcore's own, or yours in place of any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from labcore.attention.base import AttentionBackend
+from labcore.attention.kv_cache import KVCache
+from labcore.blocks import BlockPool
+from labcore.chunking import ChunkedPrefill, ChunkPolicy, WholePrompts
+from labcore.config import EngineConfig
+from labcore.engine import Engine
+from labcore.memory import memory_budget, pool_size
+from labcore.models import LoadedModel
+from labcore.prefix import NoPrefixCache, PrefixCache
+from labcore.recorder import Recorder
+from labcore.runner import ModelRunner
+from labcore.scheduler import Preemption, Recompute, Scheduler
+
+Part = TypeVar("Part")
+
+
+def make_engine(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    backend: AttentionBackend,
+    block_pool: BlockPool | type[BlockPool] | None = None,
+    scheduler: type[Scheduler] | None = None,
+    prefix_cache: PrefixCache | type[PrefixCache] | None = None,
+    preemption: Preemption | type[Preemption] | None = None,
+    chunking: ChunkPolicy | type[ChunkPolicy] | None = None,
+) -> Engine:
+    """Put the parts of an engine together. A part is a class, which is called here, or an instance, taken as it is.
+
+    A BlockPool class is called with (num_blocks, block_size), a Scheduler class with the pool and the keywords of
+    labcore's, the others with nothing.
+    """
+    refuse_unbuilt(config)
+    config, pool = resolve_pool(config, loaded, block_pool)
+    cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
+    planner = (scheduler or Scheduler)(
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunking=built(chunking or default_chunking(config)),
+        prefix_cache=built(prefix_cache or NoPrefixCache),
+        preemption=built(preemption or Recompute),
+        policy=config.scheduling_policy,
+    )
+    recorder = make_recorder(config, loaded, pool) if config.record else None
+    return Engine(config, loaded, planner, ModelRunner(loaded, cache, backend), recorder)
+
+
+def resolve_pool(
+    config: EngineConfig, loaded: LoadedModel, block_pool: BlockPool | type[BlockPool] | None
+) -> tuple[EngineConfig, BlockPool]:
+    """The block pool, and the config with `num_blocks`, `block_size` and `max_model_len` as they turned out."""
+    longest = config.max_model_len or loaded.max_positions
+    if longest > loaded.max_positions:
+        raise ValueError(
+            f"max_model_len is {longest:,}; it must be from 2 to {loaded.max_positions:,}, the positions of this model."
+        )
+    if block_pool is not None and not isinstance(block_pool, type):
+        pool = block_pool
+        if config.num_blocks not in (None, pool.num_blocks):
+            raise ValueError(f"num_blocks is {config.num_blocks}; the block_pool given has {pool.num_blocks}.")
+        if pool.num_free != pool.num_blocks:
+            raise ValueError(f"block_pool has {pool.num_free} of {pool.num_blocks} blocks free; a new engine needs all.")
+    else:
+        budget, element_size = memory_budget(config, loaded.model), loaded.model.dtype.itemsize
+        num_blocks = config.num_blocks or pool_size(config, loaded.layers, element_size, budget, longest)
+        pool = (block_pool or BlockPool)(num_blocks, config.block_size)
+    if config.max_model_len is None:
+        longest = min(longest, pool.num_blocks * pool.block_size + 1)  # the last token needs no KV
+    return replace(config, num_blocks=pool.num_blocks, block_size=pool.block_size, max_model_len=longest), pool
+
+
+def refuse_unbuilt(config: EngineConfig) -> None:
+    """Settings of the contract whose part is still to come are refused, never ignored."""
+    if config.preemption_mode == "swap" or config.num_host_blocks:
+        raise ValueError("preemption_mode 'swap' and num_host_blocks come with notebook 07; use 'recompute' and 0 for now.")
+    if config.kv_cache_dtype != "auto":
+        raise ValueError(f"kv_cache_dtype {config.kv_cache_dtype!r} comes with notebook 08; use 'auto' for now.")
+
+
+def default_chunking(config: EngineConfig) -> ChunkPolicy:
+    return ChunkedPrefill() if config.enable_chunked_prefill else WholePrompts(config.max_num_seqs)
+
+
+def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool) -> Recorder:
+    """A flight recorder that knows the pool's shape and can turn tokens into text."""
+    return Recorder(
+        pool.num_blocks,
+        pool.block_size,
+        max_model_len=config.max_model_len,
+        policy=config.scheduling_policy,
+        decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
+    )
+
+
+def built(part: Part | type[Part]) -> Part:
+    """A part as an instance: a class is called, an instance taken as it is."""
+    return part() if isinstance(part, type) else part

@@ -1,0 +1,33 @@
+"""Which attention backend serves: by name, or one of your own."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from labcore.attention.base import AttentionBackend
+from labcore.attention.torch_backend import TorchAttention
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+def select_backend(choice: str | AttentionBackend | type[AttentionBackend], device: torch.device) -> AttentionBackend:
+    """The backend for a device. "auto" takes Triton on a GPU that has it, and torch everywhere else.
+
+    Raises ValueError for a name that is none, and for "triton" where Triton isn't installed.
+    """
+    if isinstance(choice, AttentionBackend):
+        return choice
+    if isinstance(choice, type) and issubclass(choice, AttentionBackend):
+        return choice()
+    if choice not in BACKENDS:
+        raise ValueError(f"attention_backend is {choice!r}; it must be one of {', '.join(map(repr, BACKENDS))}.")
+    has_triton = find_spec("triton") is not None
+    if choice == "triton" and not has_triton:
+        raise ValueError("attention_backend is 'triton', but Triton isn't installed here (Linux only); use 'torch'.")
+    if choice == "torch" or (choice == "auto" and not (has_triton and device.type == "cuda")):
+        return TorchAttention()
+    from labcore.attention.triton_backend import TritonAttention  # compiles kernels: only where it is wanted
+
+    return TritonAttention()

@@ -1,0 +1,281 @@
+"""The engine: schedule, run, update, and nothing else.
+
+         ┌────────────── step() ───────────────────────────────────────────┐
+    add ─┼→ scheduler ──plan──→ runner ──logits──→ sampler ──tokens──→ outputs ─┼→ one RequestOutput a request
+         └──────↑────────────────────────────────────────── finished ──────┘
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+
+from labcore.blocks import BlockPool
+from labcore.config import EngineConfig
+from labcore.detokenize import Detokenizer
+from labcore.integrity import check_integrity
+from labcore.models import LoadedModel
+from labcore.output_processor import Completion, CompletionGroup
+from labcore.outputs import RequestOutput
+from labcore.recorder import Recorder
+from labcore.request import Request, RequestStatus
+from labcore.runner import ModelRunner
+from labcore.sampling import SampledToken, Sampler
+from labcore.sampling_params import SamplingParams
+from labcore.scheduler import Scheduler, SchedulerOutput
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Spreads the seeds of requests that bring none over all 64 bits (golden ratio, as in splitmix64)."""
+
+
+class Engine:
+    """Serves many requests at once, one step at a time.
+
+    config      its settings; `max_model_len` and `num_blocks` are resolved to numbers
+    loaded      model and tokenizer
+    scheduler   plans steps, owns the queues and the block pool
+    runner      computes them
+    recorder    keeps the flight record, or None
+    clock       seconds, for metrics only; no decision depends on it
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.loaded = loaded
+        self.scheduler = scheduler
+        self.runner = runner
+        self.recorder = recorder
+        self.sampler = Sampler(loaded.eos_token_ids)
+        self._clock = clock
+        self._arrivals = 0
+        self._groups: dict[str, CompletionGroup] = {}
+        self._requests: dict[str, Request] = {}
+        self._completions: dict[str, Completion] = {}
+        self._owners: dict[str, CompletionGroup] = {}
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request. It joins the next step that has room for it.
+
+        priority       matters under scheduling_policy="priority"; a smaller number goes first
+        arrival_time   seconds on the engine's clock; None is now. For metrics only
+        Raises ValueError, and queues nothing, for an id in use, an empty or too long prompt, a token id outside the
+        vocabulary, and a request that the pool could never hold.
+        """
+        params = SamplingParams() if params is None else params
+        prompt = self.check_request(request_id, prompt_token_ids, params, priority, arrival_time)
+        max_tokens = self.output_limit(len(prompt), params)
+        arrival_time = self._clock() if arrival_time is None else float(arrival_time)
+        ids = [request_id] if params.n == 1 else [f"{request_id}/{k}" for k in range(params.n)]
+        completions = [
+            Completion(
+                k,
+                Request(
+                    request_id=name,
+                    prompt_token_ids=prompt,
+                    params=params,
+                    arrival=self._arrivals + k,
+                    max_tokens=max_tokens,
+                    seed=self._seed(params, k),
+                    priority=int(priority),
+                    arrival_time=arrival_time,
+                ),
+                Detokenizer(self.loaded.tokenizer, prompt, params),
+            )
+            for k, name in enumerate(ids)
+        ]
+        self._arrivals += params.n
+        group = self._groups[request_id] = CompletionGroup(request_id, completions)
+        for completion in completions:
+            request = completion.request
+            self._requests[request.request_id] = request
+            self._completions[request.request_id] = completion
+            self._owners[request.request_id] = group
+            self.scheduler.add(request)
+            if self.recorder is not None:
+                self.recorder.added(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step, and return an output for each request that gained a token in it.
+
+        If anything goes wrong while the model runs, the requests in the step keep their tokens, lose the KV that may be
+        half written, and are computed again by later steps.
+        """
+        if not self.has_unfinished_requests():
+            return []
+        if self.recorder is not None:
+            self.recorder.begin_step()
+        plan = self.scheduler.schedule()
+        self._note_scheduled(plan)
+        try:
+            requests, logits = self.runner.run(plan, self._requests)
+            tokens = self.sampler(logits, requests) if requests else []
+        except BaseException:
+            self.scheduler.roll_back([self._requests[i] for i in plan.num_scheduled_tokens])
+            raise
+        return self._update(plan, requests, tokens)
+
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that are being served, in order of arrival."""
+        return list(self._groups)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request, whatever it is doing, and return what it has so far, with finish_reason "abort".
+
+        Raises ValueError for an id that is not (or no longer) being served.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            raise ValueError(f"request_id {request_id!r} is not being served; {len(self._groups)} requests are.")
+        for completion in group.completions:
+            if completion.output.finish_reason is None:
+                completion.request.metrics.finished_time = self._clock()
+                completion.finish("abort")
+                self._retire(completion.request)
+        self._close(group)
+        return group.output()
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters by the names of the contract; kv_cache_usage is the share of blocks in use, 0 … 1."""
+        pool, scheduler = self.pool, self.scheduler
+        waiting = list(scheduler.waiting)
+        num_swapped = sum(request.status is RequestStatus.SWAPPED for request in waiting)
+        return {
+            "num_running": len(scheduler.running),
+            "num_waiting": len(waiting) - num_swapped,
+            "num_swapped": num_swapped,
+            "num_free_blocks": pool.num_free,
+            "num_total_blocks": pool.num_blocks,
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": scheduler.prefix_cache_queries,
+            "prefix_cache_hits": scheduler.prefix_cache_hits,
+            "kv_cache_usage": 1 - pool.num_free / pool.num_blocks,
+        }
+
+    def check_integrity(self) -> None:
+        """Recompute refcounts, free list and request states from scratch; raises IntegrityError on any mismatch."""
+        check_integrity(self.scheduler, self._requests.values())
+
+    def check_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int, arrival_time: float | None
+    ) -> list[int]:
+        """The prompt as a list of ints, if the request can be served; raises ValueError if not, and changes nothing."""
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty.")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {params!r}; it must be a SamplingParams.")
+        names = {request_id} | {f"{request_id}/{k}" for k in range(params.n if params.n > 1 else 0)}
+        taken = sorted(names & (self._groups.keys() | self._requests.keys()))
+        if taken:
+            raise ValueError(f"request_id {taken[0]!r} is in use; give each unfinished request an id of its own.")
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
+            raise ValueError(f"priority is {priority!r}; it must be a whole number (a smaller one goes first).")
+        if arrival_time is not None and not (isinstance(arrival_time, Real) and math.isfinite(arrival_time)):
+            raise ValueError(f"arrival_time is {arrival_time!r}; it must be a finite number of seconds, or None for now.")
+        prompt = self._check_prompt(prompt_token_ids)
+        self._check_room(request_id, len(prompt), params)
+        return prompt
+
+    def output_limit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most output tokens of a request: its own max_tokens, or what max_model_len leaves."""
+        room = self.config.max_model_len - num_prompt_tokens
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        prompt, vocab_size = list(prompt_token_ids), self.loaded.vocab_size
+        if not prompt:
+            raise ValueError("prompt is empty; it must have at least 1 token.")
+        for position, token in enumerate(prompt):
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompt token {position} is {token!r}; it must be a token id, 0 … {vocab_size - 1:,} for this model."
+                )
+        return [int(token) for token in prompt]
+
+    def _check_room(self, request_id: str, num_prompt_tokens: int, params: SamplingParams) -> None:
+        longest = self.config.max_model_len
+        if num_prompt_tokens >= longest:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens:,} tokens; this engine can hold at most {longest:,} (max_model_len), one of "
+                f"them for the answer. Shorten it, or pass a larger max_model_len (the model goes up to "
+                f"{self.loaded.max_positions:,})."
+            )
+        limit = self.output_limit(num_prompt_tokens, params)
+        needed = -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"request {request_id!r} needs {needed:,} blocks when finished, the pool has {self.pool.num_blocks:,}: lower "
+                f"max_tokens (now {limit:,}) or give the pool more memory (num_blocks, kv_cache_memory_gb)."
+            )
+
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        if params.seed is not None:
+            return params.seed + index
+        return (self.config.seed + (self._arrivals + index + 1) * SEED_STRIDE) % 2**63
+
+    def _note_scheduled(self, plan: SchedulerOutput) -> None:
+        now = self._clock()
+        for request_id in plan.num_scheduled_tokens:
+            metrics = self._requests[request_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+        if self.recorder is not None:
+            self.recorder.scheduled(plan, [self._requests[i] for i in plan.num_scheduled_tokens])
+
+    def _update(
+        self, plan: SchedulerOutput, requests: list[Request], tokens: list[SampledToken]
+    ) -> list[RequestOutput]:
+        now = self._clock()
+        for request_id, n in plan.num_scheduled_tokens.items():
+            self.scheduler.computed(self._requests[request_id], n)
+        gained: dict[str, CompletionGroup] = {}
+        for request, token in zip(requests, tokens, strict=True):
+            group = self._owners[request.request_id]
+            gained[group.request_id] = group
+            reason = self._completions[request.request_id].append(token, self.loaded.eos_token_ids)
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            if self.recorder is not None:
+                self.recorder.sampled(request, token.token_id)
+            if reason is not None:
+                request.metrics.finished_time = now
+                self._retire(request)
+        for group in gained.values():
+            if group.finished:
+                self._close(group)
+        if self.recorder is not None:
+            self.recorder.end_step(self.pool)
+        return [group.output() for group in gained.values()]
+
+    def _retire(self, request: Request) -> None:
+        """Take a request that has its finish reason out of the scheduler; its blocks are free from here on."""
+        if self.recorder is not None:
+            self.recorder.finished(request)
+        self.scheduler.finish(request)
+        del self._requests[request.request_id], self._completions[request.request_id], self._owners[request.request_id]
+
+    def _close(self, group: CompletionGroup) -> None:
+        del self._groups[group.request_id]

@@ -1,0 +1,177 @@
+"""The front door: load a model, put the engine together, ask for text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from labcore.assembly import make_engine
+from labcore.attention.base import AttentionBackend
+from labcore.attention.select import select_backend
+from labcore.blocks import BlockPool
+from labcore.chunking import ChunkPolicy
+from labcore.config import EngineConfig
+from labcore.models import LoadedModel, load
+from labcore.outputs import RequestOutput
+from labcore.prefix import PrefixCache
+from labcore.sampling_params import SamplingParams
+from labcore.scheduler import Preemption, Scheduler
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class LLM:
+    """A language model that is ready to answer.
+
+    model               "smollm2-135m", a local folder, a Hugging Face id, or a `LoadedModel`
+    attention_backend   "auto", "torch", "triton", or an `AttentionBackend`
+    block_pool, scheduler, prefix_cache, preemption, chunking
+                        a part of your own, as a class or an instance, in place of labcore's; see `labcore.assembly`
+    settings            fields of `EngineConfig`
+
+    Raises ValueError for a bad setting or a model that can't be served, and ModelError when it can't be had.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "smollm2-135m",
+        *,
+        attention_backend: str | AttentionBackend | type[AttentionBackend] = "auto",
+        block_pool: BlockPool | type[BlockPool] | None = None,
+        scheduler: type[Scheduler] | None = None,
+        prefix_cache: PrefixCache | type[PrefixCache] | None = None,
+        preemption: Preemption | type[Preemption] | None = None,
+        chunking: ChunkPolicy | type[ChunkPolicy] | None = None,
+        **settings: Any,
+    ) -> None:
+        name = attention_backend if isinstance(attention_backend, str) else "custom"
+        config = EngineConfig(attention_backend=name, **settings)
+        loaded = model if isinstance(model, LoadedModel) else load(model, config.device, config.dtype)
+        self.engine = make_engine(
+            config,
+            loaded,
+            backend=select_backend(attention_backend, loaded.model.device),
+            block_pool=block_pool,
+            scheduler=scheduler,
+            prefix_cache=prefix_cache,
+            preemption=preemption,
+            chunking=chunking,
+        )
+        self.tokenizer = loaded.tokenizer
+        self._ids = count()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, all of them at once, and return one output a prompt, in the order of the prompts.
+
+        prompts    a text, a list of token ids, or a list of either
+        params     one for all, or one a prompt
+        priority   likewise; matters under scheduling_policy="priority"
+        Raises ValueError, with nothing queued, if any of them is bad. Whatever interrupts it, no request stays behind.
+        """
+        prompts = as_list_of_prompts(prompts)
+        params = one_each("params", SamplingParams() if params is None else params, len(prompts))
+        priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
+        tokens = [self._encode(i, prompt) for i, prompt in enumerate(prompts)]
+        outputs = self._serve(tokens, params, priorities, use_tqdm)
+        for output, prompt in zip(outputs, prompts, strict=True):
+            output.prompt = prompt if isinstance(prompt, str) else None
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them. A message is {"role": "system" | "user" | "assistant", "content": …}.
+
+        Raises ValueError for an empty conversation, a message without role or content, and a model without a template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not conversations:
+            raise ValueError("messages is empty; it must have at least 1 message with a role and a content.")
+        tokens = [self.chat_tokens(conversation) for conversation in conversations]
+        params = one_each("params", SamplingParams() if params is None else params, len(tokens))
+        return self._serve(tokens, params, [0] * len(tokens), use_tqdm)
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation under the model's chat template, ready for the assistant's turn."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("messages given, but this model has no chat template; use generate() with a plain prompt.")
+        if not messages:
+            raise ValueError("messages is empty; it must have at least 1 message with a role and a content.")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ValueError(f"messages[{i}] is {message!r}; it must have a 'role' and a 'content', both text.")
+        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+
+    def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError(f"prompt {index} is a text, but this model has no tokenizer; pass token ids.")
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty; it must have at least 1 character.")
+        return self.tokenizer.encode(prompt)
+
+    def _serve(
+        self, prompts: list[list[int]], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        if engine.has_unfinished_requests():
+            raise RuntimeError(
+                f"the engine still serves {len(engine.request_ids())} requests that were added by hand: step() until they "
+                "are done, or abort() them, before generate() or chat()."
+            )
+        ids = [f"generate-{next(self._ids)}" for _ in prompts]
+        for request in zip(ids, prompts, params, priorities, strict=True):
+            engine.check_request(*request, arrival_time=None)
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request in zip(ids, prompts, params, priorities, strict=True):
+                engine.add_request(*request)
+            with tqdm(total=len(ids), disable=not use_tqdm, desc="requests", dynamic_ncols=True) as bar:
+                while len(done) < len(ids):
+                    finished = [output for output in engine.step() if output.finished]
+                    done.update((output.request_id, output) for output in finished)
+                    bar.update(len(finished))
+        finally:
+            for request_id in engine.request_ids():
+                engine.abort(request_id)
+        return [done[request_id] for request_id in ids]
+
+
+def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:
+    """One text or one list of token ids becomes a list of one. Raises ValueError if there is none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if not prompts:
+        raise ValueError("prompts is empty; it must be a text, token ids, or a list of either with at least 1 entry.")
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return prompts
+    if not any(isinstance(prompt, (str, Sequence)) for prompt in prompts):
+        return [prompts]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, (str, Sequence)):
+            raise ValueError(f"prompts[{i}] is {prompt!r}; each prompt must be a text or a list of token ids.")
+    return prompts
+
+
+def one_each(name: str, value: Any, n: int) -> list:
+    """`value` n times, or its n entries if it is a sequence. Raises ValueError if their number is another."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        return [value] * n
+    if len(value) != n:
+        raise ValueError(f"{name} has {len(value)} entries for {n} prompts; pass one for all, or one a prompt.")
+    return list(value)

@@ -1,0 +1,50 @@
+"""How many KV blocks fit: the size of the pool, worked out once at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from labcore.config import EngineConfig
+from labcore.models.layers import LayerShape
+
+GIB = 1024**3
+
+
+def bytes_per_block(layers: Sequence[LayerShape], block_size: int, element_size: int) -> int:
+    """Memory that one block takes over all layers, K and V, in bytes."""
+    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * element_size for layer in layers)
+
+
+def pool_size(config: EngineConfig, layers: Sequence[LayerShape], element_size: int, budget: int, max_len: int) -> int:
+    """Number of blocks that `budget` bytes hold, but no more than `max_num_seqs` requests of `max_len` could fill.
+
+    Raises ValueError if the budget holds not even one block.
+    """
+    per_block = bytes_per_block(layers, config.block_size, element_size)
+    affordable = int(budget // per_block)
+    if affordable < 1:
+        raise ValueError(
+            f"the KV pool gets {budget / GIB:.3f} GiB and one block takes {per_block / GIB:.3f} GiB: "
+            "raise kv_cache_memory_gb (cpu) or gpu_memory_utilization (cuda), or lower block_size."
+        )
+    fillable = config.max_num_seqs * -(-max_len // config.block_size)
+    return min(affordable, fillable)
+
+
+def memory_budget(config: EngineConfig, model: PreTrainedModel) -> int:
+    """Bytes for the KV pool: kv_cache_memory_gb on a CPU; on a GPU what weights and one full step leave of its share.
+
+    A step's own needs are reckoned, not measured: four copies of the widest activation for each token of the budget,
+    and four of the float32 logits for each sequence (logits, softmax, sort and its indices).
+    """
+    if model.device.type != "cuda":
+        return int(config.kv_cache_memory_gb * GIB)
+    free, total = torch.cuda.mem_get_info(model.device)
+    shape = model.config.get_text_config()
+    widest = max(getattr(shape, "intermediate_size", 0), 4 * shape.hidden_size)
+    activations = 4 * config.max_num_batched_tokens * widest * model.dtype.itemsize
+    logits = 4 * config.max_num_seqs * shape.vocab_size * 4
+    return int(total * config.gpu_memory_utilization) - (total - free) - activations - logits

@@ -1,0 +1,83 @@
+"""The torch backend against attention done one query and one head at a time, in pools full of NaN."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_batches import paged_batch, reference
+
+from labcore.attention.torch_backend import TorchAttention
+
+
+def attend(batch, **options):
+    backend = TorchAttention()
+    backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    return backend.attend(batch.cache, 0, batch.q, batch.meta, **options)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seqs=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 12))), min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1), (9, 3)]),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    window=st.sampled_from([None, 1, 3, 8, 100]),
+    softcap=st.sampled_from([None, 2.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_mix_of_prefill_and_decode_equals_the_reference(seqs, heads, block_size, window, softcap, with_sinks, seed):
+    batch = paged_batch(seqs, num_query_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, seed=seed)
+    sinks = torch.linspace(-1, 1, heads[0]) if with_sinks else None
+    options = dict(scaling=0.3, sliding_window=window, softcap=softcap, sinks=sinks)
+    torch.testing.assert_close(attend(batch, **options).double(), reference(batch, **options), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_what_lies_in_slots_beyond_a_sequence_never_reaches_the_output(garbage):
+    seqs = [(5, 1), (30, 1), (0, 7), (9, 3)]
+    out = attend(paged_batch(seqs, garbage=garbage), scaling=0.25)
+    assert torch.equal(out, attend(paged_batch(seqs, garbage=0.0), scaling=0.25))
+
+
+def test_table_entries_beyond_the_length_are_never_looked_up():
+    seqs = [(2, 1), (40, 1), (0, 3)]
+    out = attend(paged_batch(seqs, poison=10**6), scaling=0.25)
+    assert torch.equal(out, attend(paged_batch(seqs), scaling=0.25))
+
+
+def test_a_sequence_gets_the_same_answer_alone_and_in_company():
+    options = dict(scaling=0.25)
+    batch = paged_batch([(5, 1), (6, 4), (30, 1)])
+    together = attend(batch, **options)
+    ends = batch.meta.cu_seqlens.tolist()
+    for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        meta = batch.meta
+        alone = type(meta)(
+            slot_mapping=meta.slot_mapping[start:end],
+            block_tables=meta.block_tables[i : i + 1],
+            seq_lens=meta.seq_lens[i : i + 1],
+            cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
+            block_size=meta.block_size,
+            seq_lens_list=meta.seq_lens_list[i : i + 1],
+            query_lens_list=meta.query_lens_list[i : i + 1],
+        )
+        out = TorchAttention().attend(batch.cache, 0, batch.q[start:end], alone, **options)
+        torch.testing.assert_close(out, together[start:end], atol=1e-6, rtol=1e-5)
+
+
+def test_slot_minus_one_writes_nothing():
+    batch = paged_batch([(4, 4)])
+    batch.meta.slot_mapping[1] = -1
+    before = batch.cache.k[0].clone()
+    TorchAttention().store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    changed = ~torch.isclose(batch.cache.k[0], before, equal_nan=True).flatten(0, 1).flatten(1).all(1)
+    assert sorted(changed.nonzero().flatten().tolist()) == sorted(s for s in batch.meta.slot_mapping.tolist() if s >= 0)
+
+
+def test_copies_read_every_source_before_they_write():
+    batch = paged_batch([(16, 1)], garbage=0.0)
+    before = batch.cache.k[0].clone(), batch.cache.v[0].clone()
+    TorchAttention().copy_blocks(batch.cache, [(0, 1), (1, 2), (2, 0)])
+    for tensor, old in zip((batch.cache.k[0], batch.cache.v[0]), before, strict=True):
+        assert torch.equal(tensor[[1, 2, 0]], old[[0, 1, 2]]) and torch.equal(tensor[3:], old[3:])
+    TorchAttention().copy_blocks(batch.cache, [])
