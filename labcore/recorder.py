@@ -17,6 +17,7 @@ and two lists that begin with the same objects compare at a nanosecond an elemen
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -176,6 +177,7 @@ class Recorder(Recording):
             self._capacity = capacity
         record.pool_free = getattr(pool, "num_free", None)
         record.duration = self._clock() - self._origin - record.start
+        record.work, record.tokens = array("i", record.work), array("i", record.tokens)
         self.records.append(record)
         self.pending = None
         self._in_step = False

@@ -24,14 +24,14 @@ EVENT_KINDS = (
 RareEvent = tuple[str, int | None, Sequence[int], dict[str, Any] | None]
 
 
-@dataclass
+@dataclass(slots=True)
 class StepRecord:
     """What one step changed, in the order in which it happened: before, work, tokens, after.
 
     start, duration   seconds; start counts from the moment the recorder was made
     before, after     rare events (kind, request number, blocks, detail), from planning and from the update
-    work              request number, tokens computed, … in batch order
-    tokens            request number, sampled token id, …
+    work              request number, tokens computed, … in batch order; a list while it grows, then an array of 32 bits
+    tokens            request number, sampled token id, … likewise
     pool_free         free blocks by the pool's own count, None if it doesn't say
     """
 
@@ -39,8 +39,8 @@ class StepRecord:
     start: float = 0.0
     duration: float = 0.0
     before: list[RareEvent] = field(default_factory=list)
-    work: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    work: Sequence[int] = field(default_factory=list)
+    tokens: Sequence[int] = field(default_factory=list)
     after: list[RareEvent] = field(default_factory=list)
     pool_free: int | None = None
 

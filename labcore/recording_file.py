@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +59,16 @@ def load(path: str | Path) -> Recording:
 
 
 def _packed(record: StepRecord) -> dict[str, Any]:
-    line = asdict(record)
-    line["start"], line["duration"] = round(record.start, 6), round(record.duration, 6)
-    return line
+    return {
+        "step": record.step,
+        "start": round(record.start, 6),
+        "duration": round(record.duration, 6),
+        "before": record.before,
+        "work": list(record.work),
+        "tokens": list(record.tokens),
+        "after": record.after,
+        "pool_free": record.pool_free,
+    }
 
 
 def _record(path: str | Path, number: int, line: str) -> StepRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -326,10 +327,19 @@ def busy(steps: int, record: bool = True) -> ToyEngine:
 
 def test_ten_thousand_steps_of_64_requests_stay_below_50_megabytes(tmp_path):
     steps = 500
-    engine = busy(steps)
+
+    def memory(record: bool) -> tuple[int, ToyEngine]:
+        tracemalloc.start()
+        engine = busy(steps, record)
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return used, engine
+
+    used, engine = memory(True)
+    assert len(engine.recorder.steps) == steps
+    assert (used - memory(False)[0]) * 10_000 / steps < 50e6
     path = tmp_path / "run.jsonl"
     engine.recorder.save(path)
-    assert len(engine.recorder.steps) == steps
     assert path.stat().st_size * 10_000 / steps < 50e6
 
 
