@@ -1,0 +1,164 @@
+"""The commands of the Makefile: `python -m labcore.setup lab`, `… test`, and so on.
+
+Each begins by setting up what is missing (environment.py), so each works alone on a bare machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from labcore.setup.environment import OLDEST_PYTHON, ROOT, ensure_installed, environment, say, venv_python
+from labcore.setup.errors import SetupError
+
+FIRST_PORT, LAST_PORT = 8888, 8937
+START = "lab/tree/notebooks/00_start_here.ipynb"
+NBCONVERT = (
+    *("-m", "nbconvert", "--log-level=WARN", "--to=notebook", "--execute", "--inplace"),
+    "--ExecutePreprocessor.kernel_name=python3",
+    "--ExecutePreprocessor.record_timing=False",  # times and widget state would differ at every run
+    "--ExecutePreprocessor.store_widget_state=False",
+    "--ExecutePreprocessor.coalesce_streams=True",
+)
+
+
+def lab(asked: argparse.Namespace) -> int:
+    """Start JupyterLab on notebook 00, reachable from this machine only, and print its address.
+
+    On POSIX this process becomes the server: Ctrl-C and kill reach it directly, and nothing is left behind.
+    """
+    port = choose_port(asked.port)
+    token = asked.token or secrets.token_hex(16)
+    command = [
+        str(venv_python(asked.venv)),
+        "-m",
+        "jupyterlab",
+        f"--ServerApp.root_dir={ROOT}",
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        "--ServerApp.answer_yes=True",
+        "--ServerApp.log_level=WARN",
+        f"--ServerApp.open_browser={asked.browser.lower() not in ('no', 'none', 'off', 'false', '0')}",
+        f"--LabApp.default_url=/{START}",
+    ]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")
+    # Through the environment, because everyone on the machine can read a command line.
+    variables = {**environment(asked.venv), "JUPYTER_TOKEN": token}
+    say(f"JupyterLab is starting; Ctrl-C stops it. Its address: http://localhost:{port}/{START}?token={token}")
+    os.chdir(ROOT)
+    if os.name == "nt":
+        return subprocess.run(command, env=variables).returncode
+    os.execve(command[0], command, variables)
+
+
+def choose_port(wanted: str = "") -> int:
+    """The port that was asked for, if it is free; without one, the first free port from 8888 up."""
+    if not wanted:
+        free = next(filter(is_free, range(FIRST_PORT, LAST_PORT + 1)), None)
+        if free is None:
+            raise SetupError(f"no port is free from {FIRST_PORT} to {LAST_PORT} — choose another: PORT=9000.")
+        return free
+    if not wanted.isdecimal() or not 1 <= int(wanted) <= 65535:
+        raise SetupError(f"PORT is {wanted!r}; it must be a whole number from 1 to 65535 — for example PORT=8890.")
+    if not is_free(int(wanted)):
+        raise SetupError(f"port {wanted} is taken — stop what runs there, or choose another, for example PORT=9000.")
+    return int(wanted)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this port of this machine."""
+    with socket.socket() as probe:
+        if os.name != "nt":  # there it would allow two servers on one port
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def fetch(asked: argparse.Namespace) -> int:
+    """Have the default model in the cache. `labcore fetch` shows the progress, and says itself what went wrong."""
+    return run(asked.venv, "-m", "labcore.cli", "fetch")
+
+
+def test(asked: argparse.Namespace) -> int:
+    """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed."""
+    return run(asked.venv, "-m", "pytest", "--nbval", "--nbval-current-env", "tests", "notebooks")
+
+
+def test_fast(asked: argparse.Namespace) -> int:
+    """The tests that take seconds: no model, no browser, nothing slow."""
+    return run(asked.venv, "-m", "pytest", "tests", "-m", "not slow and not model and not browser")
+
+
+def notebooks(asked: argparse.Namespace) -> int:
+    """Run every notebook in order and store its outputs; one that fails is left as it was."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        say(f"running {path.name}")
+        if run(asked.venv, *NBCONVERT, f"notebooks/{path.name}"):
+            raise SetupError(f"{path.name} stopped at the error above and stays as it was — mend its cell, run again.")
+    return 0
+
+
+def lint(asked: argparse.Namespace) -> int:
+    """Ruff over the package and the tests."""
+    return run(asked.venv, "-m", "ruff", "check")
+
+
+def run(venv: Path, *arguments: str) -> int:
+    """Run the environment's Python in the project's folder; its exit status."""
+    return subprocess.run([str(venv_python(venv)), *arguments], cwd=ROOT, env=environment(venv)).returncode
+
+
+COMMANDS = {
+    "install": [],
+    "fetch": [fetch],
+    "lab": [fetch, lab],
+    "test": [fetch, test],
+    "test-fast": [test_fast],
+    "notebooks": [fetch, notebooks],
+    "lint": [lint],
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Set up what is missing, then carry out one command, step by step; returns the first exit status that is not 0."""
+    parser = argparse.ArgumentParser(prog="python -m labcore.setup", description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--venv", default="", help="where the environment goes (default: .venv here)")
+    parser.add_argument("--python", default="", help="what PYTHON= said; an existing environment must match it")
+    parser.add_argument("--port", default="", help="of JupyterLab (default: the first free one from 8888 up)")
+    parser.add_argument("--browser", default="", help="`no`: JupyterLab opens none")
+    parser.add_argument("--token", default="", help="of JupyterLab (default: a random one)")
+    asked = parser.parse_args(arguments)
+    if sys.version_info < OLDEST_PYTHON:
+        raise SetupError(f"this is Python {sys.version.split()[0]}; 3.10 or newer is needed — install it, use it here.")
+    asked.venv = ROOT / (asked.venv or ".venv")
+    ensure_installed(asked.venv, asked.python)
+    for step in COMMANDS[asked.command]:
+        if status := step(asked):
+            return status
+    return 0
+
+
+def main_with_plain_errors() -> int:
+    """`main`, with every failure as one line."""
+    try:
+        return main()
+    except (SetupError, OSError) as error:
+        print(f"labcore: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nlabcore: stopped.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main_with_plain_errors())

@@ -1,0 +1,28 @@
+"""What every test shares: no network, and one fetched model for those that need the real one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports huggingface_hub: a test that would reach for the network fails at once, here as on a train.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Notebooks run under nbval keep a learner's progress in memory, so that their outputs are the same on every machine.
+os.environ["LABCORE_PROGRESS"] = "off"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the default model; fetched, if the cache has none (93 MB, once)."""
+    from labcore.models import fetch_default
+
+    return fetch_default()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that uses the real model, so that none is forgotten when `make test-fast` leaves them out."""
+    for item in items:
+        if "smollm2" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.model)
