@@ -1,0 +1,79 @@
+"""The command line: `labcore generate "…"`, `labcore doctor`, and so on.
+
+Each command lives in the module that it belongs to, which offers `add_parser(subparsers)` and sets `run`, a function
+from the parsed arguments to an exit status. Only the module of the command that was asked for is imported, so
+`labcore --help` answers at once and `labcore doctor` works where torch does not.
+
+Exit status: 0 fine, 1 failed, 2 bad input, 130 interrupted, 141 the reader of our output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from labcore import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("labcore.commands.generate", "continue or answer a prompt"),
+    "doctor": ("labcore.course.doctor", "check this machine: what is there, what is missing, what to do"),
+    "fetch": ("labcore.commands.fetch", "get the default model now, so that later runs need no network"),
+}
+"""name: (module, help). bench, check, student, trace and course join as their modules are written."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"labcore: error: {message} — see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. LABCORE_TRACEBACK=1 shows where an error comes from."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character must not end the run
+    try:
+        parsed = make_parser(arguments).parse_args(arguments or ["--help"])
+        status = parsed.run(parsed)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("\nlabcore: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141
+    except (ValueError, RuntimeError, OSError) as error:
+        if os.environ.get("LABCORE_TRACEBACK"):
+            raise
+        print(f"labcore: error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for these arguments: all commands by name, the chosen one with its options."""
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = Parser(prog="labcore", description="A language-model inference engine, built notebook by notebook.")
+    parser.add_argument("--version", action="version", version=f"labcore {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for name, (module, help_text) in COMMANDS.items():
+        if name == chosen:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=help_text)
+    return parser
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks; its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
