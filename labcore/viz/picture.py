@@ -1,0 +1,133 @@
+"""A picture: a plotly figure that steps without a kernel, carries its facts as text, and stays small in a notebook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labcore.viz.style import EMPTY, FAINT, GRID, INK, PAPER
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
+MAX_FRAMES = 60
+
+
+class Facts(str):
+    """A short text table that a notebook shows as it is, printed or not."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Picture(go.Figure):
+    """A plotly figure with its facts in words.
+
+    A notebook stores it once as plotly JSON (JupyterLab draws that with neither kernel nor network) and once as text, for
+    viewers that run no JavaScript, for exports and for nbval. No plotly.js, no HTML, no random ids: a cell that shows one
+    is stored in a few kilobytes and compares equal from run to run.
+    """
+
+    _ipython_display_ = None
+    _repr_html_ = None
+
+    @property
+    def facts(self) -> Facts:
+        return Facts((self.layout.meta or {}).get("facts", ""))
+
+    def data_json(self) -> dict[str, Any]:
+        """The figure as plain dicts and lists."""
+        return json.loads(self.to_json(validate=False))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **kwargs: Any) -> dict[str, Any]:
+        return {PLOTLY_MIME: self.data_json() | {"config": CONFIG}, "text/plain": self.facts}
+
+
+def picture(
+    traces: Sequence[dict[str, Any]],
+    layout: dict[str, Any],
+    facts: str,
+    frames: Sequence[dict[str, Any]] = (),
+    step: int | None = None,
+) -> Picture:
+    """Put a figure together: house style, and a slider with a play button if there are frames.
+
+    frames   plotly frames named by their step; `step` is the one that the figure shows at first
+    """
+    base = {
+        "template": {},
+        "paper_bgcolor": PAPER,
+        "plot_bgcolor": PAPER,
+        "font": {"color": INK, "size": 12, "family": "system-ui, sans-serif"},
+        "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
+        "hoverlabel": {"bgcolor": PAPER, "font": {"color": INK, "size": 12}, "align": "left"},
+        "meta": {"facts": str(facts)},
+    }
+    if len(frames) > 1:
+        base |= controls([frame["name"] for frame in frames], str(step))
+        base["margin"] = base["margin"] | {"b": 116}
+    merged = base | layout
+    merged["margin"] = base["margin"] | layout.get("margin", {})
+    return Picture({"data": list(traces), "layout": merged, "frames": list(frames) if len(frames) > 1 else []})
+
+
+def controls(names: Sequence[str], active: str) -> dict[str, Any]:
+    """Slider and play button that walk through the frames."""
+    still = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
+    moving = {"mode": "immediate", "fromcurrent": True, "frame": {"duration": 400, "redraw": True}}
+    button = {"method": "animate", "label": "▶", "args": [None, moving]}
+    pause = {"method": "animate", "label": "❚❚", "args": [[None], still]}
+    slider = {
+        "active": names.index(active) if active in names else len(names) - 1,
+        "steps": [{"method": "animate", "label": name, "args": [[name], still]} for name in names],
+        "currentvalue": {"prefix": "step ", "font": {"size": 13, "color": INK}, "xanchor": "left"},
+        "x": 0.18,
+        "len": 0.82,
+        "y": 0,
+        "pad": {"t": 36, "b": 4},
+        "font": {"color": FAINT, "size": 10},
+        "bgcolor": GRID,
+        "bordercolor": FAINT,
+        "activebgcolor": FAINT,
+        "tickcolor": FAINT,
+    }
+    menu = {
+        "type": "buttons",
+        "direction": "left",
+        "buttons": [button, pause],
+        "showactive": False,
+        "x": 0.0,
+        "xanchor": "left",
+        "y": 0,
+        "yanchor": "top",
+        "pad": {"t": 46, "r": 8},
+        "bgcolor": EMPTY,
+        "bordercolor": FAINT,
+        "font": {"color": INK, "size": 12},
+    }
+    return {"sliders": [slider], "updatemenus": [menu]}
+
+
+def axis(title: str = "", **settings: Any) -> dict[str, Any]:
+    """An axis in house style."""
+    return {
+        "title": {"text": title, "font": {"size": 12, "color": FAINT}, "standoff": 4},
+        "tickfont": {"size": 11, "color": FAINT},
+        "gridcolor": GRID,
+        "zeroline": False,
+        "fixedrange": True,
+    } | settings
+
+
+def sample(steps: Sequence[int], limit: int, keep: int | None = None) -> list[int]:
+    """At most `limit` of the steps, evenly spread: the first, the last, and `keep` among them."""
+    steps = list(steps)
+    if len(steps) > limit:
+        chosen = {steps[round(i * (len(steps) - 1) / max(1, limit - 1))] for i in range(limit)}
+        if keep is not None and keep not in chosen:
+            nearest = min(chosen - {steps[0], steps[-1]} or chosen, key=lambda step: (abs(step - keep), step))
+            chosen = chosen - {nearest} | {keep}
+        steps = sorted(chosen)
+    return steps

@@ -1,0 +1,53 @@
+"""How the pictures look: one palette, one set of letters, one way to show a name. Colour never speaks alone.
+
+Fills are Paul Tol's "light" scheme, made for labelled cells with dark text and safe for the common colour blindnesses.
+Every picture brings its own light paper, so that it reads the same in a light and in a dark JupyterLab.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+PAPER = "#fbfbf9"
+INK = "#1c1c1c"
+FAINT = "#5f5f5f"
+GRID = "#dcdcd6"
+EMPTY = "#ffffff"
+CACHED = "#d9d9d9"
+PALETTE = ("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff", "#aaaa00")
+
+# span state → letter, colour, pattern
+SPANS = {
+    "waiting": ("w", "#ececec", ""),
+    "prefill": ("P", "#ee8866", "/"),
+    "decode": ("D", "#77aadd", ""),
+    "preempted": ("X", "#ffaabb", "x"),
+    "swapped": ("S", "#bbcc33", "."),
+    "idle": ("i", "#ffffff", "-"),
+}
+
+
+def letter(number: int) -> str:
+    """A … Z, AA, AB, …: what request `number` is called inside a cell."""
+    name = ""
+    number += 1
+    while number:
+        number, digit = divmod(number - 1, 26)
+        name = chr(65 + digit) + name
+    return name
+
+
+def colour(number: int) -> str:
+    """Fill of request `number`; colours repeat after eight, letters don't."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def short(text: str, length: int = 18) -> str:
+    """At most `length` characters on one line, an ellipsis in place of what is cut."""
+    text = "".join(c if c.isprintable() else "·" for c in text)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def safe(text: str) -> str:
+    """Text as plotly must be given it to show it as it is: it would read <b>, <a href> and $…$ as markup."""
+    return escape(text, quote=False).replace("$", "&#36;")
