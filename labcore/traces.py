@@ -45,7 +45,7 @@ def load_trace(path: str | Path = CHAT_TRACE) -> list[TraceRequest]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no request log {path.name!r} there: check the path; load_trace() reads the shipped one.")
+        raise FileNotFoundError(f"no request log {path.name!r}: check the path; load_trace() reads the shipped one.")
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = [(number, line) for number, line in enumerate(file, 1) if line.strip() and not line.startswith("#")]
     requests = sorted(_parse(path.name, lines), key=lambda request: request.arrival)

@@ -17,6 +17,11 @@ import random
 from bisect import bisect_right
 from pathlib import Path
 
+HEADER = """\
+# Synthetic chat traffic, made by data/traces/make_chat.py (seeded); lengths and arrivals follow the published
+# figures of the Azure LLM inference trace 2023, conversation. No line is copied from a real log.
+arrival_s,prompt_tokens,output_tokens
+"""
 NUM_REQUESTS = 2000
 SEED = 97  # of the first hundred seeds, the one whose gaps come nearest to the published variation
 REQUESTS_PER_SECOND = 5.53
@@ -60,9 +65,7 @@ def main() -> None:
     prompts, outputs = lengths(PROMPT_CURVE, NUM_REQUESTS, rng), lengths(OUTPUT_CURVE, NUM_REQUESTS, rng)
     rows = zip(arrivals(NUM_REQUESTS, rng), prompts, outputs)
     with (Path(__file__).parent / "chat.csv").open("w", encoding="utf-8", newline="\n") as file:
-        file.write("# Synthetic chat traffic, made by data/traces/make_chat.py (seeded); lengths and arrivals follow the\n")
-        file.write("# published figures of the Azure LLM inference trace 2023, conversation. No line is from a real log.\n")
-        file.write("arrival_s,prompt_tokens,output_tokens\n")
+        file.write(HEADER)
         file.writelines(f"{arrival:.3f},{prompt},{output}\n" for arrival, prompt, output in rows)
 
 
