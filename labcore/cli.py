@@ -22,8 +22,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("labcore.commands.generate", "continue or answer a prompt"),
     "doctor": ("labcore.course.doctor", "check this machine: what is there, what is missing, what to do"),
     "fetch": ("labcore.commands.fetch", "get the default model now, so that later runs need no network"),
+    "check": ("labcore.commands.check", "which exercises are done, and what comes next"),
+    "student": ("labcore.commands.student", "make the student edition of the notebooks"),
+    "course": ("labcore.commands.course", "for authors: run, promote, rules, claims"),
 }
-"""name: (module, help). bench, check, student, trace and course join as their modules are written."""
+"""name: (module, help). bench and trace join as their modules are written."""
 
 
 class Parser(argparse.ArgumentParser):

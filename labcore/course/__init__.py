@@ -2,14 +2,16 @@
 
 In a notebook:
 
-    from labcore.course import check, finished, hint, progress, prove, ledger
+    from labcore.course import check, finished, hint, ledger, progress, prove
 
-This page is for those who write a notebook. The rules that a test enforces are in `labcore.course.rules`.
+The rest of this page is for those who write a notebook. The rules that a test enforces are in `labcore.course.rules`;
+`labcore course rules 02` lists what a notebook still breaks.
 
 
 1. Promotion: code that lands in the package
 --------------------------------------------
-A part's code is written once, in the notebook, in cells whose first line names what they define, by its path in labcore:
+A part's code is written once, in the notebook, in cells whose first line names what they define, by its path in
+labcore:
 
     # labcore: blocks.BlockPool
     class BlockPool:
@@ -18,43 +20,48 @@ A part's code is written once, in the notebook, in cells whose first line names 
         def __init__(self, num_blocks: int, block_size: int) -> None:
             ...
 
-A class grows one method at a time by being opened again, in plain Python: a subclass of the same name. The first cell names
-the class, each later one the methods that it adds:
+A class grows one method at a time by being opened again, in plain Python: a subclass of the same name. The first cell
+names the class, each later one the methods that it adds:
 
     # labcore: blocks.BlockPool.allocate
-    class BlockPool(BlockPool):                        # NEW
+    class BlockPool(BlockPool):                                     # NEW
         def allocate(self, n: int) -> list[int]:
             ...
 
     # labcore: blocks.BlockPool.fork, .refcount, .is_writable
-    class BlockPool(BlockPool):                        # NEW
+    class BlockPool(BlockPool):                                     # NEW
         ...
 
     # labcore: blocks.OutOfBlocks, blocks.BlockError
     class OutOfBlocks(RuntimeError): ...
 
-Why a subclass and no decorator: the cell looks as the method looks in the package, it runs twice without harm, `super()` works,
-and nothing is ever patched. Objects made before the cell don't have the new method: make new ones, as the reader expects.
+Why a subclass and no decorator: the cell looks as the method looks in the package, it can be run twice, and nothing
+is ever patched, so a learner's half-finished method never reaches labcore's own class. Objects made before the cell
+don't have the new method: make new ones, as the reader expects. A method that calls `super()` belongs into the first
+cell.
 
-`labcore course promote --check` compares, symbol by symbol and attribute by attribute, the syntax trees with the package's.
-Comments, docstrings and the order of methods may differ, nothing else may: annotations, names and constants are the same.
-- A marked cell may go on with statements that try the code (a line that shows a result, `check(...)`); it defines nothing else.
+`labcore course promote --check` compares, symbol by symbol and method by method, the syntax trees with the package's.
+Comments, docstrings and the order of methods may differ. Nothing else may: annotations, names and constants are the
+same.
+
+- Begin the set-up cell with `from __future__ import annotations`, as the modules do: it holds for all cells.
+- A marked cell may go on with lines that try the code (`pool = BlockPool(6, 4)`, a result to show, `check(...)`).
 - Module constants count: `# labcore: naive.PAD` for `PAD = -1`.
-- Each public symbol of a part has one owner. Its docstring says so in the package: "Built in notebook 02."
-- First sketches that are thrown away have no marker and another name (`ToyPool`), so that the reader can tell them apart.
-- What the notebook can't build in a readable way stays out by name and reason, in `labcore.course.promotion.KEPT_OUT`.
+- Each public symbol of a part has one owner, and its docstring in the package says so: "Built in notebook 02."
+- First sketches, to be thrown away, have no marker and a name of their own (`ToyPool`), so that the reader can tell.
+- What a notebook can't build readably stays out, by name and reason, in `labcore.course.promotion.KEPT_OUT`.
 
 
-2. An exercise
---------------
-Markdown (the headline must be `Exercise.headline(number)`, word for word), then the cell:
+2. Exercises
+------------
+A text cell, whose first line is `Exercise.headline(number)` word for word, and the code:
 
     **Exercise 2.2 · copy-on-write · 12 min · ●●○**
     Bo forks: two children share his half-filled block. …
     *Spec:* …
 
     # labcore: blocks.BlockTable.writable_tail
-    class BlockTable(BlockTable):                      # NEW
+    class BlockTable(BlockTable):                                   # NEW
         def writable_tail(self) -> tuple[int, int] | None:
             \"\"\"…\"\"\"
             ### BEGIN SOLUTION
@@ -62,45 +69,61 @@ Markdown (the headline must be `Exercise.headline(number)`, word for word), then
             ### END SOLUTION
 
     check("02.copy_on_write", BlockTable)
-    BlockTable = finished("02.copy_on_write", BlockTable)      # yours once it passes, ours until then
+    BlockTable = finished("02.copy_on_write", BlockTable)           # yours once it passes, ours until then
 
-The last line is what lets an unfinished notebook run to its end. `finished` returns its argument if the check passes, and
-`labcore.<reference>` if not; it never changes either. Leave it out where no later cell needs the object.
+`finished` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
+labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. `check`
+and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can lock the check and
+grade by itself (with LABCORE_CHECK=raise in its environment, a verdict of "not yet" is raised).
 
-In the student edition the lines between the markers become `raise NotImplementedError("your turn: 02.copy_on_write")`
-in a function, and `name = ...` for each name that they define outside of one. So keep signature and docstring above BEGIN.
-Markers stand alone on their lines, never nest, and never share a line of more than 15 characters with a cell that students
-keep: the build stops and names the cell. Outputs of cells with a solution, a `check`, a `progress` or the tag `answer` are
-removed. In markdown, `<details><summary>Solution…</summary>…</details>` is removed, `<summary>Answer` (of a *Predict*) is kept.
+In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
+NotImplementedError("your turn: 02.copy_on_write")` in a function, and `name = ...` for each name that they define
+outside of one. So keep signature and docstring above BEGIN. Each marker has its line to itself.
 
-The exercise itself is an `Exercise` (or a `BugHunt`) in `labcore/course/specs/nbNN.py`; see `labcore.course.exercises` for its
-fields and for `expect`, `expect_equal`, `expect_raises`, `expect_attributes`. In writing a check:
-- Judge behaviour, never the way: right answers by another road pass. Use only what the spec promises.
-- One sentence a mistake, in the learner's terms: what was done, what came, what was expected, and the hint that fits.
-- Import torch, if need be, inside the check. No network, no files, no clock, no unseeded randomness.
-- It runs in its own thread under 20 s; whatever the learner's code raises is reported with its line. Don't catch it.
+- A line of a solution with more than 15 characters may stand nowhere else in the student edition: not in another
+  cell, not in a hint. The build stops and says where it does.
+- Outputs are removed from cells with a solution, a `check`, `finished`, `progress`, `hint` or `prove`, and from those
+  with the tag `answer`: give it to a cell that shows what the learner should find out.
+- In text, `<details><summary>Solution…</summary>…</details>` is removed; `<summary>Answer` (of a *Predict*) stays.
+- A text or code cell with the tag `solution` is a solution as a whole.
 
-A *bug hunt* starts from a cell with the planted defect (marked, e.g. `# labcore: course.specs.nb02.LeakyPool`, so that the tests
-know the very same code), its failing request log, and a cell where the learner mends it: a subclass or a fixed function.
+The exercise itself is an `Exercise`, or a `BugHunt`, in `labcore/course/specs/nb02.py`. `labcore.course.exercises`
+tells its fields and the words that a check is written in: `expect`, `expect_equal`, `expect_raises`,
+`expect_attributes`.
 
-Tests ask for `tests/course_solutions/nbNN.py` with, for each exercise id,
+- Judge behaviour, never the way: right answers by another road pass. Ask for nothing that the spec doesn't promise.
+- One sentence for each mistake, in the learner's terms: what was done, what came of it, what was expected, which hint
+  fits.
+- No network, no files, no clock, no random numbers without a seed. If the check needs torch, import it inside.
+- It runs in its own thread, 20 s at most, and what the learner's code raises is reported with its line: don't catch
+  it.
 
-    RIGHT = {"02.copy_on_write": [BlockTable, AnotherWay]}                        # at least two, written differently
-    WRONG = {"02.copy_on_write": [(KeepsOldReference, "still has refcount 2"), …]}  # at least three, with words of the verdict
+A *bug hunt* starts from a promoted cell with the planted defect (`# labcore: course.specs.nb02.LeakyPool`: the tests
+prove that this very code is caught), the request log in which it shows, and a cell where the learner mends it.
+
+The tests want `tests/course_solutions/nb02.py`, for each exercise:
+
+    RIGHT = {"02.copy_on_write": [BlockTable, AnotherWay]}                  two at least, written differently
+    WRONG = {"02.copy_on_write": [(KeepsOldReference, "refcount 2"), …]}    three at least, with words of their verdict
+
 
 3. The closing sections
 -----------------------
-`prove(BlockPool)` runs the real model with the notebook's part and with ours and says where they part, if they do.
-`ledger("reserve", "waste-old")` prints the claims that the notebook has measured (`data/claims.json`, see `labcore.course.claims`);
-`claim("reserve").figure` is there to be asserted against. `progress("02")` shows this notebook's exercises.
+`prove(BlockPool, model=llm)` runs the model with the notebook's part and with ours and says where they part, if they
+do. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
+`data/claims.json`, described in `labcore.course.claims`. `claim("reserve").figure` is there to be asserted against,
+so that ledger and notebook can't drift apart. `progress("02")` shows this notebook's exercises.
 
 
 4. Stored outputs
 -----------------
-`labcore course run 02` executes the notebook in a fresh kernel and cleans it up: run it before each commit. Progress is kept
-in memory there and under nbval (LABCORE_PROGRESS=off), so `progress("02")` after the checks reads the same in every run.
+`labcore course run 02` executes the notebook in a fresh kernel and tidies its file: run it before each commit.
+Progress is kept in memory there and under nbval (LABCORE_PROGRESS=off), so that `progress("02")` after the checks
+always reads the same.
 """
 
+from labcore.course.claims import claim, ledger
+from labcore.course.proof import prove
 from labcore.course.session import check, finished, hint, progress
 
-__all__ = ["check", "finished", "hint", "progress"]
+__all__ = ["check", "claim", "finished", "hint", "ledger", "progress", "prove"]

@@ -10,8 +10,17 @@ should be; the sentence given there is what the learner reads:
         expect_equal(pool.num_free, 1, "3 of 4 blocks were taken", hint=2)
 
     EXERCISES = (
-        Exercise("02.allocate", "allocate", minutes=8, difficulty=1, check=check_allocate, reference="blocks.BlockPool",
-                 spec="...", passed="takes blocks from the head of the free list, all or nothing.", hints=("...", "...")),
+        Exercise(
+            "02.allocate",
+            title="allocate",
+            minutes=8,
+            difficulty=1,
+            spec="allocate(n) takes n blocks …",
+            check=check_allocate,
+            passed="takes blocks from the head of the free list, all or nothing",
+            hints=("What does the pool know before you take the first block?", "Ask `num_free` first."),
+            reference="blocks.BlockPool",
+        ),
     )
 """
 
@@ -69,30 +78,38 @@ class Exercise:
 
     def __post_init__(self) -> None:
         if not EXERCISE_ID.fullmatch(self.id):
-            raise ValueError(f"exercise id is {self.id!r}; it must be a notebook's number, a dot and a name: 02.allocate.")
+            raise ValueError(
+                f"exercise id is {self.id!r}; it must be a notebook's number, a dot and a name: 02.allocate."
+            )
         if self.difficulty not in (1, 2, 3):
             raise ValueError(f"{self.id}: difficulty is {self.difficulty!r}; it must be 1, 2 or 3.")
         if self.minutes < 1:
             raise ValueError(f"{self.id}: minutes is {self.minutes!r}; it must be at least 1.")
         if isinstance(self.hints, str) or len(self.hints) < 2:
-            raise ValueError(f"{self.id}: hints must be a tuple of two or more sentences, from a nudge to nearly the answer.")
+            raise ValueError(
+                f"{self.id}: hints must be a tuple of two or more sentences, from a nudge to nearly the answer."
+            )
 
     @property
     def notebook(self) -> str:
         return self.id[:2]
 
+    @property
+    def circles(self) -> str:
+        """The difficulty as it is drawn: ●●○."""
+        return "●" * self.difficulty + "○" * (3 - self.difficulty)
+
     def headline(self, number: int) -> str:
         """The line that opens the exercise in its notebook; `number` is its place there, from 1."""
-        circles = "●" * self.difficulty + "○" * (3 - self.difficulty)
-        return f"**Exercise {int(self.notebook)}.{number} · {self.title} · {self.minutes} min · {circles}**"
+        return f"**Exercise {int(self.notebook)}.{number} · {self.title} · {self.minutes} min · {self.circles}**"
 
 
 @dataclass(frozen=True)
 class BugHunt(Exercise):
     """An exercise that starts from code with a planted defect: the learner finds and mends it.
 
-    planted:  the defective object, as a path inside labcore ("course.specs.nb02.LeakyPool"). The notebook shows its code
-              in a promoted cell, so that what the learner reads is what the tests prove to be caught.
+    planted:  the defective object, as a path inside labcore ("course.specs.nb02.LeakyPool"). The notebook shows its
+              code in a promoted cell, so that what the learner reads is what the tests prove to be caught.
     seen_in:  where a real engine had this defect ("vllm-project/vllm#1584").
     """
 

@@ -1,8 +1,8 @@
 """Run the learner's code under a time limit, in any kernel, on any platform.
 
-The code runs in a daemon thread; we wait on this side. When time is up, Python raises `Stopped` inside that thread between
-two of its bytecodes, which ends a `while True: pass`. A thread that sits in a long C call (a sleep, a big product) can't be
-interrupted; it is left behind, and `Stopped` is waiting for it when the call comes back.
+The code runs in a daemon thread; we wait on this side. When time is up, Python raises `Stopped` inside that thread
+between two of its bytecodes, which ends a `while True: pass`. A thread that sits in a long C call (a sleep, a big
+product) can't be interrupted; it is left behind, and `Stopped` is waiting for it when the call comes back.
 What no thread can do is to end a C call that never lets go of the interpreter (`sum(itertools.count())`).
 """
 
@@ -34,7 +34,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     timed_out: bool = False
-    place: str = ""         # the line it was at when time was up
+    place: str = ""  # the line it was at when time was up
 
 
 def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
@@ -44,7 +44,7 @@ def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
     def work() -> None:
         try:
             outcome.value = call()
-        except BaseException as error:      # SystemExit of a learner's exit() as well
+        except BaseException as error:  # SystemExit of a learner's exit() as well
             outcome.error = error
         finally:
             done.set()

@@ -27,7 +27,7 @@ class Progress:
 
     path: Path | None
     states: dict[str, str] = field(default_factory=dict)
-    note: str = ""          # one sentence for the learner, when the file was not as it should be
+    note: str = ""  # one sentence for the learner, when the file was not as it should be
 
     def is_done(self, exercise_id: str) -> bool:
         return self.states.get(exercise_id) == "done"
@@ -88,7 +88,7 @@ def _one_notebook(progress: Progress, number: str) -> list[str]:
     if not exercises:
         return [f"notebook {number} has no exercises."]
     rows = [
-        f"  {progress.states.get(e.id, 'open'):8} {e.id:24} {e.minutes:3} min  {'●' * e.difficulty:3}  {e.title}".rstrip()
+        f"  {progress.states.get(e.id, 'open'):8} {e.id:24} {e.minutes:3} min  {e.circles}  {e.title}"
         for e in exercises
     ]
     return [_summary(progress, number), *rows, f"next: {what_comes_next(progress, number)}"]

@@ -30,7 +30,7 @@ from labcore.course.record import Progress, load_progress, progress_path, progre
 
 LIMIT_SECONDS = 20
 WIDTH = 116
-YOUR_TURN = "your turn: "       # what the stub of an unwritten function raises, before its exercise's id
+YOUR_TURN = "your turn: "  # what the stub of an unwritten function raises, before its exercise's id
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Verdict:
     done: bool
     what: str
     expected: str = ""
-    hint: int = 0           # 0: no hint fits
+    hint: int = 0  # 0: no hint fits
 
     def __str__(self) -> str:
         indent = len(self.exercise_id) + 3
@@ -68,7 +68,7 @@ def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict
     if isinstance(error, Mismatch):
         return Verdict(exercise.id, False, error.what, error.expected, min(error.hint, len(exercise.hints)))
     if isinstance(error, NotImplementedError) and str(error).startswith(YOUR_TURN):
-        missing = str(error)[len(YOUR_TURN):]
+        missing = str(error)[len(YOUR_TURN) :]
         what = "nothing is written here yet" if missing == exercise.id else f"{missing} comes first"
         return Verdict(exercise.id, False, what, hint=1)
     place, said = place_of_error(error), show(str(error)).strip("'\"")
@@ -83,9 +83,9 @@ class Session:
 
     tell: Callable[[str], None] = print
     limit: float = LIMIT_SECONDS
-    last: tuple[str, Any, Verdict | None] = ("", None, None)            # what was checked last: id, object, verdict
+    last: tuple[str, Any, Verdict | None] = ("", None, None)  # what was checked last: id, object, verdict
     hints_given: dict[str, int] = field(default_factory=dict)
-    states: dict[str, str] = field(default_factory=dict)               # progress, where no file keeps it
+    states: dict[str, str] = field(default_factory=dict)  # progress, where no file keeps it
 
     def check(self, exercise_id: str, obj: Any) -> None:
         """Say in one or two lines whether `obj` does what exercise `exercise_id` asks. Never raises.
@@ -134,11 +134,11 @@ class Session:
         self.tell("\n".join(_wrap(lead + exercise.hints[level - 1], indent=len(exercise.id) + 3)))
 
     def progress(self, notebook: str | int | None = None) -> None:
-        """Which exercises are done, in one notebook ("02") or in all, how many minutes are left, and what comes next."""
+        """Which exercises are done, in one notebook ("02") or in all, how many minutes are left, what comes next."""
         number = None if notebook is None else str(notebook).zfill(2)
         try:
             self.tell(progress_table(self._progress(), number))
-        except Exception as error:          # a spec module that doesn't load
+        except Exception as error:  # a spec module that doesn't load
             self.tell(f"progress can't be shown ({type(error).__name__}: {error}).")
 
     def _progress(self) -> Progress:
@@ -151,7 +151,7 @@ class Session:
         try:
             exercise = find_exercise(exercise_id)
             known = [e.id for e in notebook_exercises(str(exercise_id)[:2])]
-        except Exception as error:          # a spec module that doesn't load
+        except Exception as error:  # a spec module that doesn't load
             self.tell(f"{exercise_id}   can't be checked: its exercises don't load ({type(error).__name__}: {error}).")
             return None
         if exercise is None:
