@@ -1,0 +1,29 @@
+"""Models: find one by name, fetch the default, refuse what can't be served, load the rest.
+
+    loaded = load("smollm2-135m")        # or a local folder, or a Hugging Face id of a decoder
+    loaded.layers[0]                     # LayerShape(num_query_heads=9, num_kv_heads=3, head_dim=64, sliding_window=None)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    "fetch_default": "labcore.models.fetch",
+    "resolve": "labcore.models.resolver",
+    "load": "labcore.models.loader",
+    "from_model": "labcore.models.loader",
+    "LoadedModel": "labcore.models.loader",
+    "LayerShape": "labcore.models.layers",
+    "ModelError": "labcore.models.errors",
+    "UnsupportedModel": "labcore.models.errors",
+}
+
+__all__ = ["LayerShape", "LoadedModel", "ModelError", "UnsupportedModel", "fetch_default", "from_model", "load", "resolve"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: fetching a model, or naming a LayerShape, must not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'labcore.models' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,215 @@
+"""Load a model, or take one that is in memory, with all that the engine must know about it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from labcore.models.errors import ModelError, UnsupportedModel
+from labcore.models.layers import LayerShape
+from labcore.models.probe import first_line, probe
+from labcore.models.resolver import resolve
+from labcore.models.support import check_supported
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder that the engine can serve, in eval mode.
+
+    name                 as it was asked for
+    tokenizer            None if the model came without one: then only token ids can be prompts
+    layers               shape of each attention layer, in the order of the forward pass
+    max_positions        most tokens of one sequence, prompt and output together
+    vocab_size           width of the logits
+    eos_token_ids        tokens that end an answer, ascending
+    generation_defaults  sampling values that the model's authors suggest; for information, the engine uses none of them
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    layers: list[LayerShape]
+    max_positions: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float] = field(default_factory=dict)
+
+
+def load(name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto") -> LoadedModel:
+    """Load a model from disk, from the cache or from the Hugging Face hub.
+
+    name     "smollm2-135m", a local folder, or a Hugging Face id of a supported decoder
+    device   "auto" (cuda if it works, else cpu), "cpu", "cuda", "cuda:1", …
+    dtype    "auto" (cpu: float32 · cuda: bfloat16, float16 below sm_80), "float32", "bfloat16", "float16"
+
+    Raises ValueError for a bad argument, UnsupportedModel if a paged cache can't serve the model, and ModelError if it
+    can't be had or read.
+    """
+    device = pick_device(device)
+    dtype = pick_dtype(dtype, device)
+    source = resolve(name)
+    with quiet_transformers(progress_bars=isinstance(source, str)), one_line_errors(name, source):
+        config = AutoConfig.from_pretrained(source)
+        check_supported(config)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            device_map=None if device.type == "cpu" else {"": device},
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer(source) else None
+    if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
+        raise ModelError(
+            f"the weights of {name} do not fit its config: {len(missing)} tensors are missing or misshapen, {missing[0]} "
+            "for one — download the model again."
+        )
+    return from_model(model.requires_grad_(False), tokenizer, str(name))
+
+
+def from_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None
+) -> LoadedModel:
+    """Take a model that is already in memory. It is put into eval mode; weights, device and dtype stay as they are.
+
+    Raises UnsupportedModel if a paged cache can't serve it.
+    """
+    check_supported(model)
+    model.eval()
+    return LoadedModel(
+        name=name or model.config.model_type,
+        model=model,
+        tokenizer=tokenizer,
+        layers=probe(model),
+        max_positions=max_positions(model.config),
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        generation_defaults=generation_defaults(model),
+    )
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device to compute on. Raises ValueError for one that torch does not know, or that is not there.
+
+    mps is refused: no backend of labcore is tested there, and wrong tokens are worse than slow ones.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() and cuda_works() else "cpu")
+    allowed = 'it must be "auto", "cpu", "cuda" or "cuda:N"'
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; {allowed}.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is '{device}'; {allowed} — labcore is not tested on others; on a Mac, use 'cpu'.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is '{device}', but torch finds no usable GPU — `labcore doctor` says why; or use 'cpu'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is '{device}'; this machine has cuda:0 … cuda:{torch.cuda.device_count() - 1}.")
+    return device
+
+
+def cuda_works() -> bool:
+    """Whether a kernel runs. A GPU that is older than the torch build is listed as available, and then fails."""
+    try:
+        torch.zeros(1, device="cuda").add_(1).item()
+    except RuntimeError as error:
+        warnings.warn(f"the GPU can't be used, so the CPU is: {first_line(error)} — see `labcore doctor`.", stacklevel=3)
+        return False
+    return True
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of weights, activations and KV. Raises ValueError for one that is no float of 16 or 32 bits."""
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if dtype in DTYPES.values():
+        return dtype
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of 'auto', {', '.join(map(repr, DTYPES))}.")
+    return DTYPES[dtype]
+
+
+def max_positions(config: Any) -> int:
+    """Most tokens of one sequence, from a transformers config.
+
+    LongRoPE turns K by other angles as soon as one sequence of the batch is longer than the length of its training;
+    K already in the cache, and the neighbours, would keep the old ones. So such a model serves up to that length.
+    """
+    text_config = config.get_text_config(decoder=True)
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not limit:
+        raise UnsupportedModel.because(config.model_type, "does not say how many positions it has")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for settings in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if settings.get("rope_type") == "longrope":
+            limit = min(limit, settings.get("original_max_position_embeddings", limit))
+    return limit
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Tokens that end an answer: those of the generation config, else of the config; and always the tokenizer's own."""
+    ids: set[int] = set()
+    for settings in (model.generation_config, model.config.get_text_config(decoder=True)):
+        if not ids and (eos := getattr(settings, "eos_token_id", None)) is not None:
+            ids.update([eos] if isinstance(eos, int) else eos)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
+    """The sampling values that the model's generation config names."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: getattr(model.generation_config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def has_tokenizer(source: Path | str) -> bool:
+    """Whether a folder holds a tokenizer. A model from the hub is taken to have one."""
+    return isinstance(source, str) or any((source / file).is_file() for file in TOKENIZER_FILES)
+
+
+@contextmanager
+def quiet_transformers(progress_bars: bool) -> Iterator[None]:
+    """Keep transformers' remarks off stderr, and its progress bars too unless they are wanted (a download)."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if bars and not progress_bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars and not progress_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def one_line_errors(name: str | Path, source: Path | str) -> Iterator[None]:
+    """Turn what transformers raises while it reads a model into one ModelError line that says what to do."""
+    try:
+        yield
+    except (UnsupportedModel, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a torn file, an unknown format, a missing network: transformers has no common class
+        if isinstance(source, Path):
+            advice = "its files may be damaged or of another kind; download the model again, or pass another folder"
+        else:
+            advice = (
+                "check its name and the network; log in with `hf auth login` if it is gated; or pass a local folder, "
+                "or 'smollm2-135m'"
+            )
+        raise ModelError(f"can't load {name} ({type(error).__name__}: {first_line(error)}) — {advice}.") from error
