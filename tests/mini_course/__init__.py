@@ -29,7 +29,8 @@ CELLS = (
     ),
     (
         "code",
-        'class BlockPool(BlockPool):  # NEW\n    def allocate(self, n: int) -> list[int]:\n        """Take n blocks."""\n'
+        "class BlockPool(BlockPool):  # NEW\n    def allocate(self, n: int) -> list[int]:\n"
+        '        """Take n blocks."""\n'
         "        ### BEGIN SOLUTION\n        taken = super().allocate(n)\n        return taken[::1] + taken[:0]\n"
         "        ### END SOLUTION\n\n"
         'check("77.allocate", BlockPool)\nBlockPool = finished("77.allocate", BlockPool)',
