@@ -51,9 +51,9 @@ def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
 
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(work,), name="labcore check", daemon=True)
-    thread.start()
     deadline = time.monotonic() + seconds
     try:
+        thread.start()
         while not (finished := done.is_set()) and time.monotonic() < deadline:
             done.wait(min(0.1, seconds))  # in short turns: on Windows a long one can't be interrupted
     except BaseException:
