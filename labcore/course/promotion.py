@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from labcore.course.house import HOUSE, notebook_files
+from labcore.course.house import HOUSE, Room, notebook_files
 from labcore.course.notebooks import calls, code_cells, parse_cell, read_notebook
 
 PACKAGE = Path(__file__).parents[1]
@@ -55,14 +55,14 @@ class Report:
         return "\n".join(rows)
 
 
-def compare(folder: Path, package: Path = PACKAGE) -> Report:
+def compare(folder: Path, package: Path = PACKAGE, house: tuple[Room, ...] = HOUSE) -> Report:
     """Compare every marked cell of the notebooks in `folder` with the modules in `package`, and look for gaps."""
     promoted, problems = collect(folder)
     written = {path.stem for path in notebook_files(folder)}
     problems += [problem for symbol in promoted.values() for problem in differences(symbol, package)]
     problems += [
         p
-        for room in HOUSE
+        for room in house
         if room.notebook in written
         for part in room.parts
         for p in _gaps(part, room.number, promoted, package)
@@ -71,7 +71,7 @@ def compare(folder: Path, package: Path = PACKAGE) -> Report:
         f"{name} is kept out, but notebook {promoted[name].notebook} owns it." for name in KEPT_OUT if name in promoted
     ]
     owned = {stem: sorted(s.name for s in promoted.values() if s.notebook == stem[:2]) for stem in sorted(written)}
-    to_come = {room.notebook: room.parts for room in HOUSE if room.notebook not in written}
+    to_come = {room.notebook: room.parts for room in house if room.notebook not in written}
     return Report(owned, to_come, problems)
 
 
@@ -181,13 +181,13 @@ def _add_cell(symbols: dict[str, Promoted], notebook: str, number: int, names: l
         node = defined.get(name.rpartition(".")[2])
         if node is None:
             problems.append(f"names {name}, but doesn't define it.")
-        elif name in symbols:
-            problems.append(
-                f"defines {name} again; notebook {symbols[name].notebook}, cell {symbols[name].cell} has it."
-            )
         elif _reopens(node):
             problems.append(
                 f"opens {name} again: name the methods that it adds, such as {name}.{next(iter(members(node)), 'x')}."
+            )
+        elif name in symbols:
+            problems.append(
+                f"defines {name} again; notebook {symbols[name].notebook}, cell {symbols[name].cell} has it."
             )
         else:
             inside = members(node) if isinstance(node, ast.ClassDef) else {}
