@@ -1,0 +1,294 @@
+"""From logits to tokens, for a whole batch at once.
+
+Each row of the logits goes through the same line of small functions, in vLLM's order; a row that doesn't use one skips it:
+
+    logits ── ban_end_tokens ── apply_penalties ─┬─ argmax ────────────────────────────────────────→ greedy token
+             (min_tokens)                        └─ apply_temperature ── apply_min_p ── apply_top_k ── draw (top_p) → token
+
+(transformers applies min_p last instead: there top_p counts tokens that min_p is about to drop.)
+
+From the temperature on a row is a row of *weights*: unnormalised probabilities, the likeliest token weighs 1, a token that
+is out weighs 0. Nothing ever needs their sum to be 1. Truncation keeps or drops equally likely tokens together, so
+that the outcome never hangs on the order in which a sort leaves ties.
+
+A draw is a race: token i arrives after E_i / w_i with E_i ~ Exp(1), and the first one home has won with probability
+w_i / Σ w (the Gumbel-max trick, without the logarithm). E_i is a hash of (seed, output position, token id). So
+
+- there is no generator to keep: a request that is preempted and comes back draws what it would have drawn;
+- the row, the rest of the batch and the device have no say;
+- *nearly* equal logits give equal tokens. A product of matrices in a batch differs from the same product alone in its last
+  bits. On SmolLM2 in float32 (7e-6 a logit, on average) that changes the token at 2 positions in a million, temperature 1.
+  The obvious way, one uniform number looked up in the cumulative distribution, changes it at 1,800 in a million: an
+  error anywhere in the vocabulary moves all boundaries after it. One text of 128 tokens in five would change with its
+  company.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from labcore.request import Request
+
+CHUNK = 2**19  # logits worked on at once: the temporaries of 10 rows of a 49k vocabulary stay in a CPU's cache
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One row's token. The rest is None unless the request asked for logprobs.
+
+    logprob    natural log of the model's own probability, before penalties, temperature and truncation
+    logprobs   {token id: logprob}: the likeliest ones, best first, ties by id; then the token itself if it isn't there
+    rank       1 for the model's likeliest token, 2 for the next, …
+    """
+
+    token_id: int
+    logprob: float | None = None
+    logprobs: dict[int, float] | None = None
+    rank: int | None = None
+
+
+class SamplingError(RuntimeError):
+    """Some rows have no sound best logit. Nothing was drawn; the other requests can be sampled again without these."""
+
+    def __init__(self, request_ids: list[str], why: str) -> None:
+        self.request_ids = request_ids
+        names = ", ".join(map(repr, request_ids))
+        super().__init__(f"no token can be chosen for request {names}: {why}.")
+
+
+class Sampler:
+    """Chooses the next token of every request in a batch. Keeps nothing that a draw depends on."""
+
+    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._token_keys = torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+        """One token for each row.
+
+        logits     [S, V], any float dtype, as the model gave them; left as they are
+        requests   S of them, in the order of the rows; only read
+        Raises SamplingError, and chooses nothing, if the best logit of a row is NaN or infinite.
+        """
+        if logits.dim() != 2 or len(logits) != len(requests):
+            raise ValueError(f"logits have shape {tuple(logits.shape)}; it must be [{len(requests)}, V], a row a request.")
+        if not requests:
+            return []
+        best, choice = logits.max(dim=-1)  # all that a plain greedy row costs
+        check_best(best, requests, "its logits hold NaN or infinity, so the model's arithmetic broke down")
+        token_ids = choice.tolist()
+        drawn = [i for i, request in enumerate(requests) if not request.params.is_greedy]
+        edited = [i for i, request in enumerate(requests) if request.params.is_greedy and self._is_edited(request)]
+        for choose, rows in ((self._draw, drawn), (self._best_allowed, edited)):
+            for some in chunks(rows, logits):
+                chosen = choose(logits[some].float(), [requests[i] for i in some])  # indexing by a list copies
+                for row, token_id in zip(some, chosen.tolist(), strict=True):
+                    token_ids[row] = token_id
+        return report(logits, token_ids, requests)
+
+    def _is_edited(self, request: Request) -> bool:
+        params = request.params
+        return params.has_penalties or len(request.output_token_ids) < params.min_tokens
+
+    def _edit(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        logits = ban_end_tokens(logits, requests, self.eos_token_ids)
+        logits = apply_penalties(logits, requests)
+        check_best(logits.amax(dim=-1), requests, "min_tokens bans every token that the model allows")
+        return logits
+
+    def _best_allowed(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        return self._edit(logits, requests).argmax(dim=-1)
+
+    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        logits = self._edit(logits, requests)
+        weights = apply_temperature(logits, [request.params.temperature for request in requests])
+        weights = apply_min_p(weights, [request.params.min_p for request in requests])
+        weights = apply_top_k(weights, [request.params.top_k for request in requests])
+        keys = row_keys([request.seed for request in requests], [len(request.output_token_ids) for request in requests])
+        noise = exponential_noise(keys.to(weights.device), self._keys_of_tokens(weights))
+        return draw(weights, noise, [request.params.top_p for request in requests])
+
+    def _keys_of_tokens(self, weights: Tensor) -> Tensor:
+        if len(self._token_keys) != weights.shape[-1] or self._token_keys.device != weights.device:
+            self._token_keys = mix(torch.arange(1, weights.shape[-1] + 1, device=weights.device))
+        return self._token_keys
+
+
+def check_best(best: Tensor, requests: Sequence[Request], why: str) -> None:
+    """Raise SamplingError if any row's best logit, [S], is NaN or infinite: then the row has no best token at all."""
+    sound = torch.isfinite(best)
+    if not sound.all():
+        raise SamplingError([request.request_id for request, ok in zip(requests, sound.tolist(), strict=True) if not ok], why)
+
+
+def chunks(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
+    """The rows in portions whose temporaries stay in a CPU's cache; a GPU takes all at once."""
+    size = len(rows) if logits.is_cuda else CHUNK // logits.shape[-1]
+    size = max(1, size)
+    return (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+def ban_end_tokens(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:
+    """Before min_tokens, put whatever could end the request at -inf. Works in place on [R, V].
+
+    The model's end tokens are banned under ignore_eos, too, as in vLLM: text that goes on after one is rarely wanted.
+    """
+    for row, request in enumerate(requests):
+        if len(request.output_token_ids) < request.params.min_tokens:
+            banned = [i for i in (*eos_token_ids, *request.params.stop_token_ids) if i < logits.shape[-1]]
+            logits[row, banned] = -torch.inf
+    return logits
+
+
+def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Make tokens that were seen before less (or more) likely. Works in place on [R, V], and only where tokens were seen.
+
+    repetition_penalty        for tokens of prompt or output: positive logits are divided by it, negative ones multiplied
+    frequency, presence       for tokens of the output alone: minus frequency · count, minus presence once
+    Source: Keskar et al. 2019 (CTRL) for repetition; the other two are the OpenAI API's.
+    """
+    rows, token_ids, counts = [], [], []
+    for row, request in enumerate(requests):
+        if request.params.has_penalties:
+            seen = dict.fromkeys(request.prompt_token_ids, 0) | Counter(request.output_token_ids)
+            rows += [row] * len(seen)
+            token_ids += seen.keys()
+            counts += seen.values()
+    if not rows:
+        return logits
+    at = torch.tensor(rows, device=logits.device), torch.tensor(token_ids, device=logits.device)
+    count = torch.tensor(counts, device=logits.device)
+    repetition, frequency, presence = torch.tensor(
+        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (r.params for r in requests)],
+        device=logits.device,
+    )[at[0]].unbind(dim=-1)
+    seen_logits = logits[at]
+    seen_logits = torch.where(seen_logits > 0, seen_logits / repetition, seen_logits * repetition)
+    logits[at] = seen_logits - frequency * count - presence * (count > 0)
+    return logits
+
+
+def apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Weights exp((logit - best logit) / temperature), [R, V]: the likeliest token weighs 1. Works in place.
+
+    Subtracting first keeps everything finite at any temperature above 0.
+    """
+    limits = torch.finfo(logits.dtype)
+    scale = torch.tensor(temperatures, dtype=torch.float64).clamp(limits.tiny, limits.max)  # neither 0/0 nor inf/inf
+    scale = scale.to(logits)[:, None]
+    return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(scale).exp_()
+
+
+def apply_min_p(weights: Tensor, min_p: Sequence[float]) -> Tensor:
+    """Drop tokens below min_p times the likeliest token's probability, which weighs 1. Works in place on [R, V].
+
+    Source: Nguyen et al. 2024 (Turning Up the Heat).
+    """
+    if any(min_p):
+        weights.masked_fill_(weights < torch.tensor(min_p).to(weights)[:, None], 0)
+    return weights
+
+
+def apply_top_k(weights: Tensor, top_k: Sequence[int]) -> Tensor:
+    """Keep the k heaviest tokens of each row, and any as heavy as the k-th; 0 keeps all. Works in place on [R, V].
+
+    Source: Fan et al. 2018 (Hierarchical Neural Story Generation).
+    """
+    rows = [row for row, k in enumerate(top_k) if 0 < k < weights.shape[-1]]
+    if rows:
+        limited = weights[rows]
+        k = torch.tensor([top_k[row] for row in rows], device=weights.device)[:, None]
+        falling = limited.topk(int(k.max()), dim=-1).values
+        weights[rows] = limited.masked_fill_(limited < falling.gather(-1, k - 1), 0)
+    return weights
+
+
+def draw(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
+    """One token a row, [R] int64: the winner of the race among the row's nucleus. May change weights, [R, V].
+
+    noise   [R, V], independent draws from Exp(1); token i arrives after noise[i] / weights[i], at 0 never
+    top_p   the nucleus of a row is the fewest heaviest tokens that hold this share of its weight, and any as heavy
+            as the last of them; 1 is everything
+    Nothing is sorted. A token is in the nucleus if all that is heavier than it falls short of the share, which takes one
+    sum. If the winner is not in, nothing lighter is either: strike those out with it, and see who came in first of the
+    rest. Most rows need one round, a flat one a handful.
+    Source: Holtzman et al. 2020 (nucleus sampling); FlashInfer's sorting-free sampling (2025) for drawing by rejection.
+    """
+    token_ids = (noise / weights).argmin(dim=-1)
+    rows = torch.tensor([row for row, p in enumerate(top_p) if p < 1], dtype=torch.int64, device=weights.device)
+    share = torch.tensor(top_p, dtype=torch.float64, device=weights.device)
+    enough = share[rows] * weights[rows].sum(dim=-1, dtype=torch.float64)
+    while len(rows):
+        candidates = weights[rows]
+        heavier = candidates * (candidates > candidates.gather(-1, token_ids[rows, None]))
+        outside = heavier.sum(dim=-1, dtype=torch.float64) >= enough
+        rows, enough, heavier = rows[outside], enough[outside], heavier[outside]
+        weights[rows] = heavier
+        token_ids[rows] = (noise[rows] / heavier).argmin(dim=-1)
+    return token_ids
+
+
+def exponential_noise(row_keys: Tensor, token_keys: Tensor) -> Tensor:
+    """Draws from Exp(1), [R, V] float32, that depend on nothing but row_keys [R] and token_keys [V], both int64."""
+    bits = mix(token_keys ^ row_keys[:, None])
+    uniform = bits.float().abs_().mul_(2.0**-63)
+    uniform.clamp_(2.0**-64, 1 - 2.0**-24)  # the draw must be neither 0 nor infinite: 0 / 0 and inf / inf have no order
+    return uniform.neg_().log1p_().neg_()
+
+
+def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """A 64-bit key for each (seed, output position), [R] int64: neighbours in either give unrelated keys."""
+    signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
+    return mix(mix(torch.tensor(signed)) + torch.tensor(positions))
+
+
+def mix(bits: Tensor) -> Tensor:
+    """Scramble int64s one to one: any change of the input turns over about half of the output's upper bits.
+
+    Source: the finaliser of MurmurHash3 (Appleby), up to its last shift, which would only repair the lower bits.
+    """
+    bits = bits ^ (bits >> 33)
+    bits.mul_(-49064778989728563)  # 0xFF51AFD7ED558CCD as a signed number; products wrap around
+    bits.bitwise_xor_(bits >> 33)
+    return bits.mul_(-4265267296055464877)  # 0xC4CEB9FE1A85EC53
+
+
+def report(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) -> list[SampledToken]:
+    """The chosen tokens, with log-probabilities where they were asked for; logits [S, V] as the model gave them."""
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
+    if not asked:
+        return tokens
+    raw = logits[asked].float()
+    chosen = torch.tensor([token_ids[i] for i in asked], device=raw.device)[:, None]
+    own = raw.gather(-1, chosen)
+    ids = torch.arange(raw.shape[-1], device=raw.device)
+    ranks = 1 + ((raw > own) | ((raw == own) & (ids < chosen))).sum(dim=-1)
+    totals = raw.logsumexp(dim=-1, keepdim=True)
+    tops = top_tokens(raw, max(requests[i].params.logprobs for i in asked))
+    for row, (i, total, logit, rank) in enumerate(
+        zip(asked, totals[:, 0].tolist(), own[:, 0].tolist(), ranks.tolist(), strict=True)
+    ):
+        logprobs = {token_id: value - total for token_id, value in tops[row][: requests[i].params.logprobs]}
+        logprobs.setdefault(token_ids[i], logit - total)
+        tokens[i] = SampledToken(token_ids[i], logit - total, logprobs, rank)
+    return tokens
+
+
+def top_tokens(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """(token id, logit) of each row's `count` best or a few more, best first, ties by id; logits [R, V].
+
+    topk alone leaves open which of several equal logits it returns; from the last of its values on down to the ties, all
+    are fetched here and ordered.
+    """
+    least = logits.topk(min(max(count, 1), logits.shape[-1]), dim=-1).values[:, -1:]
+    rows, ids = (logits >= least).nonzero(as_tuple=True)
+    tops: list[list[tuple[int, float]]] = [[] for _ in range(len(logits))]
+    for row, token_id, logit in zip(rows.tolist(), ids.tolist(), logits[rows, ids].tolist(), strict=True):
+        tops[row].append((token_id, logit))
+    return [sorted(top, key=lambda entry: -entry[1]) for top in tops]
