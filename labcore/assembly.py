@@ -16,7 +16,7 @@ from labcore.models import LoadedModel
 from labcore.prefix import NoPrefixCache, PrefixCache
 from labcore.recorder import Recorder
 from labcore.runner import ModelRunner
-from labcore.scheduler import Preemption, Recompute, Scheduler
+from labcore.scheduler import FirstComeFirstServed, Policy, Preemption, PriorityWithAging, Recompute, Scheduler
 
 Part = TypeVar("Part")
 
@@ -47,7 +47,7 @@ def make_engine(
         chunking=built(chunking or default_chunking(config)),
         prefix_cache=built(prefix_cache or NoPrefixCache),
         preemption=built(preemption or Recompute),
-        policy=config.scheduling_policy,
+        policy=make_policy(config),
     )
     recorder = make_recorder(config, loaded, pool) if config.record else None
     return Engine(config, loaded, planner, ModelRunner(loaded, cache, backend), recorder)
@@ -83,6 +83,13 @@ def refuse_unbuilt(config: EngineConfig) -> None:
         raise ValueError("preemption_mode 'swap' and num_host_blocks come with notebook 07; use 'recompute' and 0 for now.")
     if config.kv_cache_dtype != "auto":
         raise ValueError(f"kv_cache_dtype {config.kv_cache_dtype!r} comes with notebook 08; use 'auto' for now.")
+
+
+def make_policy(config: EngineConfig) -> Policy:
+    """The scheduling policy of that name."""
+    if config.scheduling_policy == "priority":
+        return PriorityWithAging(config.priority_aging_steps)
+    return FirstComeFirstServed()
 
 
 def default_chunking(config: EngineConfig) -> ChunkPolicy:

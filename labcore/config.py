@@ -29,6 +29,7 @@ class EngineConfig:
     enable_prefix_caching    reuse KV blocks whose tokens were computed before
     enable_chunked_prefill   let a long prompt share its steps with others, in pieces
     scheduling_policy        "fcfs", or "priority" (a smaller number goes first)
+    priority_aging_steps     steps of waiting that are worth one priority number, so that nobody starves ("priority")
     preemption_mode          what a preempted request does with its KV: "recompute" it later, or "swap" it to the host
     num_host_blocks          KV blocks of host memory for swapped requests
     kv_cache_dtype           "auto" stores KV in the model's dtype; "int8" and "fp8" compress it
@@ -49,6 +50,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
+    priority_aging_steps: int = 1000
     preemption_mode: str = "recompute"
     num_host_blocks: int = 0
     kv_cache_dtype: str = "auto"
@@ -64,6 +66,7 @@ class EngineConfig:
             _whole("max_model_len", self.max_model_len, 2)
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _whole("priority_aging_steps", self.priority_aging_steps, 1)
         _whole("num_host_blocks", self.num_host_blocks, 0)
         _whole("seed", self.seed, 0, 2**63 - 1)
         _share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0)

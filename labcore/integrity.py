@@ -38,7 +38,7 @@ def check_states(scheduler: Scheduler, requests: list[Request]) -> None:
         len(scheduler.running) <= scheduler.max_num_seqs,
         f"{len(scheduler.running)} requests run, {scheduler.max_num_seqs} may",
     )
-    order = [scheduler.entitlement(r) for r in scheduler.running]
+    order = [scheduler.policy.entitlement(r) for r in scheduler.running]
     expect(order == sorted(order), "running requests are out of order")
 
 

@@ -33,6 +33,7 @@ class Request:
     """One sequence of tokens. A request with n > 1 is served as n of these (see `labcore.sampling_group`).
 
     arrival       position in the order of arrival; a preempted request keeps it, and so keeps its place
+    arrival_step  scheduler step in which it was queued
     max_tokens    most output tokens, already cut to what max_model_len leaves
     seed          resolved: the request's own, or one derived from the engine's
     """
@@ -48,6 +49,7 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    arrival_step: int = 0
     num_computed_tokens: int = 0
     table: BlockTable | None = None
     num_cached_tokens: int = 0

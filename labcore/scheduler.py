@@ -15,8 +15,8 @@ Source: Yu et al. 2022 (Orca), iteration-level scheduling; Kwon et al. 2023 (Pag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -66,24 +66,52 @@ class Recompute(Preemption):
         request.status = RequestStatus.WAITING
 
 
-def fcfs(request: Request) -> tuple:
-    """First come, first served: entitled in order of arrival."""
-    return (request.arrival,)
+class Policy(ABC):
+    """Who is more entitled to a slot, to budget and to blocks, and who may take them from whom."""
+
+    @abstractmethod
+    def entitlement(self, request: Request) -> tuple:
+        """Sort key, smaller first. Fixed from the request's arrival on, so that no queue is ever sorted again."""
+
+    @abstractmethod
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """Whether a waiting request may push a running one out. Never true between equals, in either direction."""
 
 
-def by_priority(request: Request) -> tuple:
-    """A smaller priority number first, equals in order of arrival."""
-    return (request.priority, request.arrival)
+class FirstComeFirstServed(Policy):
+    """In order of arrival. Nobody is pushed out for a newcomer."""
+
+    def entitlement(self, request: Request) -> tuple:
+        return (request.arrival,)
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return False
 
 
-POLICIES = {"fcfs": fcfs, "priority": by_priority}
+class PriorityWithAging(Policy):
+    """A smaller priority number first, and `aging` steps of waiting are worth one number.
+
+    All requests age at the same pace, so their order never changes: what counts is `priority * aging + arrival_step`.
+    Nobody starves: a request of priority p can be overtaken by one of priority q only if that one arrives less than
+    (p - q) * aging steps later.
+    """
+
+    def __init__(self, aging: int) -> None:
+        self.aging = aging
+
+    def entitlement(self, request: Request) -> tuple:
+        return (request.priority * self.aging + request.arrival_step, request.arrival)
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        more_urgent = waiting.priority < running.priority
+        return more_urgent and self.entitlement(waiting) < self.entitlement(running)
 
 
 class WaitingQueue:
     """Waiting requests, most entitled first. Push and pop cost O(log n); an aborted one is skipped when it surfaces."""
 
-    def __init__(self, entitlement: Callable[[Request], tuple]) -> None:
-        self._entitlement = entitlement
+    def __init__(self, policy: Policy) -> None:
+        self._entitlement = policy.entitlement
         self._heap: list[tuple[tuple, Request]] = []
         self._present: dict[str, Request] = {}
 
@@ -119,7 +147,8 @@ class Scheduler:
     pool             block pool that the tables of running requests draw from
     max_num_seqs     most requests running at once
     max_num_batched_tokens   token budget of a step
-    policy           "fcfs" or "priority": who is more entitled, to a slot, to budget and to blocks
+    watermark        free blocks that an admission leaves for each request that runs then. With 1 there are enough for all
+                     of them for the next block_size steps: nobody is let in only to be pushed out again
     """
 
     def __init__(
@@ -131,7 +160,8 @@ class Scheduler:
         chunking: ChunkPolicy,
         prefix_cache: PrefixCache,
         preemption: Preemption,
-        policy: str = "fcfs",
+        policy: Policy,
+        watermark: int = 1,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -139,8 +169,9 @@ class Scheduler:
         self.chunking = chunking
         self.prefix_cache = prefix_cache
         self.preemption = preemption
-        self.entitlement = POLICIES[policy]
-        self.waiting = WaitingQueue(self.entitlement)
+        self.policy = policy
+        self.watermark = watermark
+        self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
@@ -150,13 +181,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Whether it can ever fit was checked before (`Engine.add_request`)."""
         request.table = BlockTable(self.pool)
+        request.arrival_step = self._step
         request.status = RequestStatus.WAITING
         self.waiting.push(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, whatever it is doing, and give its blocks back."""
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._leave(request)
         else:
             self.waiting.discard(request)
         request.table.free()
@@ -169,8 +201,9 @@ class Scheduler:
         """Plan the next step and reserve its blocks. At least one request moves whenever one is unfinished."""
         self._step += 1
         plan = SchedulerOutput(self._step)
+        self._let_an_urgent_one_in(plan)
         budget = self._schedule_running(plan, self.max_num_batched_tokens)
-        if not plan.preempted:  # who has just taken blocks back must not hand them to a newcomer
+        if not plan.preempted:  # what was just taken from one request must not go to a newcomer
             self._schedule_waiting(plan, budget)
         return plan
 
@@ -182,10 +215,35 @@ class Scheduler:
     def roll_back(self, requests: Sequence[Request]) -> None:
         """A step broke off, and the KV of these requests may be half written: they lose it, and wait for their turn."""
         for request in requests:
-            self.running.remove(request)
+            self._leave(request)
             Recompute().preempt(request, SchedulerOutput(self._step))
             request.num_preemptions += 1
             self.waiting.push(request)
+
+    def _let_an_urgent_one_in(self, plan: SchedulerOutput) -> None:
+        """Push out running requests that the first of the waiting outranks, if that, and only that, gets it in.
+
+        One newcomer a step: a burst of urgent requests must not empty the batch at once.
+        """
+        if not (self.waiting and self.running):
+            return
+        urgent = self.waiting.peek()
+        if not self.policy.outranks(urgent, self.running[-1]):
+            return
+        cached = self.prefix_cache.match(urgent)
+        missing = self._blocks_missing(urgent, cached) - self.pool.num_free
+        slots = len(self.running) + 1 - self.max_num_seqs
+        victims: list[Request] = []
+        for request in reversed(self.running):
+            if (missing <= 0 and slots <= 0) or not self.policy.outranks(urgent, request):
+                break
+            victims.append(request)
+            slots -= 1
+            missing -= sum(self.pool.is_writable(block) for block in request.table.blocks)
+        if missing <= 0 and slots <= 0:
+            self._join(self.waiting.pop(), cached)
+            for request in victims:
+                self._preempt(request, plan)
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         i = 0
@@ -205,37 +263,45 @@ class Scheduler:
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             request = self.waiting.peek()
-            n = self._admit(request, budget)
-            if n == 0:
+            cached = self.prefix_cache.match(request)
+            if self._blocks_missing(request, cached) > self.pool.num_free - self._blocks_spoken_for():
                 return
-            self.waiting.pop()
-            insort(self.running, request, key=self.entitlement)
+            request.num_computed_tokens = len(cached) * self.pool.block_size
+            n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
+            if n == 0:
+                request.num_computed_tokens = 0
+                return
+            self._join(self.waiting.pop(), cached)
             self._reserve(request, n, plan)
             budget -= n
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """Tokens that a waiting request may compute now. 0 changes nothing; else it holds its prefix and is RUNNING.
+    def _blocks_missing(self, request: Request, cached: list[int]) -> int:
+        """Free blocks that a waiting request will take for all of its tokens, of which `cached` hold the first.
 
-        All of its tokens must find room, even when only some are computed in this step: one that was let in for its
-        first piece alone would soon be preempted, or preempt.
+        All of them, even if a step computes only some: one that is let in for its first piece alone would soon have to
+        push others out, or be pushed. A cached block without an owner is free, and so counts as taken.
         """
-        cached = self.prefix_cache.match(request)
         idle = sum(self.pool.refcount(block) == 0 for block in cached)
-        missing = -(-request.num_tokens // self.pool.block_size) - len(cached)
-        if missing + idle > self.pool.num_free:
+        return -(-request.num_tokens // self.pool.block_size) - len(cached) + idle
+
+    def _blocks_spoken_for(self) -> int:
+        """Free blocks that running requests will want soon: the rest of their prompts, and the watermark for each."""
+        if not self.running:
             return 0
-        request.num_computed_tokens = len(cached) * self.pool.block_size
-        n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
-        if n == 0:
-            request.num_computed_tokens = 0
-            return 0
+        size = self.pool.block_size
+        unfinished_prompts = sum(-(-r.num_tokens // size) - len(r.table.blocks) for r in self.running)
+        return unfinished_prompts + self.watermark * (len(self.running) + 1)
+
+    def _join(self, request: Request, cached: list[int]) -> None:
+        """A waiting request runs from here on, and owns the blocks that the prefix cache found for it."""
         request.table.adopt(cached)
+        request.num_computed_tokens = request.table.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_cached_tokens
         request.status = RequestStatus.RUNNING
-        return n
+        insort(self.running, request, key=self.policy.entitlement)
 
     def _reserve(self, request: Request, n: int, plan: SchedulerOutput) -> None:
         table = request.table
@@ -250,9 +316,13 @@ class Scheduler:
         plan.num_scheduled_tokens[request.request_id] = n
 
     def _preempt(self, request: Request, plan: SchedulerOutput) -> None:
-        self.running.remove(request)
+        """Send a running request back to its place in the queue. Its tokens stay, and so does its turn."""
+        self._leave(request)
         self.preemption.preempt(request, plan)
         request.num_preemptions += 1
         self.num_preemptions += 1
         plan.preempted.append(request.request_id)
         self.waiting.push(request)
+
+    def _leave(self, request: Request) -> None:
+        del self.running[bisect_left(self.running, self.policy.entitlement(request), key=self.policy.entitlement)]

@@ -13,13 +13,14 @@ from labcore.integrity import check_integrity
 from labcore.prefix import NoPrefixCache
 from labcore.request import Request, RequestStatus
 from labcore.sampling_params import SamplingParams
-from labcore.scheduler import Recompute, Scheduler
+from labcore.scheduler import FirstComeFirstServed, PriorityWithAging, Recompute, Scheduler
 
 
 class Bench:
     """A scheduler whose model is a counter: a request that has caught up gains a token, and ends at max_tokens."""
 
-    def __init__(self, *, num_blocks=16, block_size=4, max_num_seqs=8, budget=64, policy="fcfs", chunked=True, order=None):
+    def __init__(self, *, num_blocks=16, block_size=4, max_num_seqs=8, budget=64, policy="fcfs", chunked=True, order=None,
+                 aging=1000, watermark=0):
         pool = BlockPool(num_blocks, block_size, free_order=order)
         self.scheduler = Scheduler(
             pool,
@@ -28,7 +29,8 @@ class Bench:
             chunking=ChunkedPrefill() if chunked else WholePrompts(max_num_seqs),
             prefix_cache=NoPrefixCache(),
             preemption=Recompute(),
-            policy=policy,
+            policy=PriorityWithAging(aging) if policy == "priority" else FirstComeFirstServed(),
+            watermark=watermark,
         )
         self.requests = {}
         self.finished = {}
@@ -159,6 +161,91 @@ def test_a_smaller_priority_number_is_admitted_first_and_preempted_last():
     bench.run()
 
 
+def test_an_urgent_arrival_takes_the_slot_of_the_least_entitled_and_equals_take_nothing():
+    """Case: all sequence slots are taken, blocks are plenty."""
+    bench = Bench(num_blocks=1000, max_num_seqs=2, policy="priority")
+    bench.add("one", 4, 50, priority=10)
+    bench.add("two", 4, 50, priority=10)
+    for _ in range(5):
+        bench.step()
+    bench.add("urgent", 8, 4, priority=0)
+    plan = bench.step()
+    assert plan.preempted == ["two"] and plan.num_scheduled_tokens == {"urgent": 8, "one": 1}
+    bench.add("equal", 8, 4, priority=10)
+    bench.run()
+    preemptions = {name: request.num_preemptions for name, request in bench.finished.items()}
+    assert preemptions == {"urgent": 0, "one": 0, "two": 1, "equal": 0}
+
+
+def test_an_urgent_arrival_takes_blocks_too_but_only_if_that_lets_it_in():
+    bench = Bench(num_blocks=8, block_size=4, policy="priority")
+    bench.add("ana", 15, 10, priority=1)
+    bench.add("bo", 15, 10, priority=5)
+    bench.step()
+    bench.add("too big for bo's share", 28, 2, priority=2)
+    assert bench.step().preempted == []
+    bench.add("fits", 12, 2, priority=2)
+    while bench.requests["bo"].num_preemptions == 0:
+        bench.step()
+    assert "ana" in bench.requests and bench.requests["ana"].num_preemptions == 0
+    bench.run()
+    assert len(bench.finished) == 4
+
+
+def test_preemption_for_a_slot_never_swings_between_equals():
+    """Case: one slot, equal priorities; then one truly urgent request."""
+    bench = Bench(num_blocks=100, max_num_seqs=1, policy="priority")
+    bench.add("r2", 4, 30, priority=5)
+    bench.step()
+    bench.add("r1", 4, 30, priority=5)
+    bench.step()
+    bench.add("urgent", 4, 2, priority=0)
+    steps = bench.run()
+    assert {name: r.num_preemptions for name, r in bench.finished.items()} == {"urgent": 0, "r2": 1, "r1": 0}
+    assert steps <= 30 + 30 + 2 + 5
+
+
+@pytest.mark.parametrize("aging", [3, 10, 40])
+def test_nobody_starves_under_a_stream_of_urgent_requests(aging):
+    """The bound: priority 2 is overtaken by priority 0 only if that arrives less than 2 * aging steps later."""
+    bench = Bench(num_blocks=64, max_num_seqs=1, policy="priority", aging=aging)
+    bench.add("busy", 4, 2, priority=0)
+    bench.step()
+    patient = bench.add("patient", 4, 2, priority=2)
+    for i in range(4 * aging):
+        bench.add(f"urgent{i}", 4, 1, priority=0)
+        bench.step()
+    overtakers = [r for r in bench.finished.values() if r.arrival > patient.arrival]
+    before_patient = overtakers[: list(bench.finished).index("patient") - 1]
+    assert before_patient and all(r.arrival_step - patient.arrival_step < 2 * aging for r in before_patient)
+    assert "patient" in bench.finished
+
+
+@pytest.mark.parametrize("watermark, expected", [(0, True), (1, False)])
+def test_the_watermark_keeps_a_newcomer_from_being_pushed_out_within_a_block(watermark, expected):
+    bench = Bench(num_blocks=12, block_size=8, watermark=watermark, max_num_seqs=16)
+    thrashed = False
+    admitted = {}
+    for step in range(200):
+        if step % 3 == 0:
+            bench.add(f"r{step}", 8, 17)
+        plan = bench.step()
+        for request in bench.scheduler.running:
+            admitted.setdefault((request.request_id, request.num_preemptions), step)
+        for name in plan.preempted:
+            thrashed |= step - admitted[name, bench.requests[name].num_preemptions - 1] < 8
+    assert thrashed == expected
+
+
+def test_blocks_that_a_half_computed_prompt_still_needs_are_not_given_away():
+    bench = Bench(num_blocks=8, block_size=4, budget=4)
+    bench.add("long", 24, 2)
+    bench.step()
+    bench.add("short", 12, 2)
+    while "long" not in bench.finished:
+        assert bench.step().preempted == []
+
+
 def test_under_fcfs_priorities_count_for_nothing():
     bench = Bench(max_num_seqs=1)
     bench.add("first", 4, 2, priority=9)
@@ -242,12 +329,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         policy=st.sampled_from(["fcfs", "priority"]),
         chunked=st.booleans(),
+        aging=st.sampled_from([1, 5, 1000]),
+        watermark=st.integers(0, 1),
         seed=st.integers(0, 99),
     )
-    def start(self, num_blocks, max_num_seqs, budget, policy, chunked, seed):
+    def start(self, num_blocks, max_num_seqs, budget, policy, chunked, aging, watermark, seed):
         order = random.Random(seed).sample(range(num_blocks), num_blocks)
         self.bench = Bench(
-            num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, chunked=chunked, order=order
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, chunked=chunked, order=order,
+            aging=aging, watermark=watermark,
         )
 
     @rule(prompt=st.integers(1, 14), output=st.integers(1, 10), priority=st.integers(0, 3))
@@ -263,7 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         bench = self.bench
-        entitled = bench.scheduler.entitlement
+        entitled = bench.scheduler.policy.entitlement
         plan = bench.step()
         assert 0 < plan.num_tokens <= bench.scheduler.max_num_batched_tokens
         assert not set(plan.preempted) & set(plan.num_scheduled_tokens)
