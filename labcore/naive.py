@@ -150,7 +150,8 @@ class RegionAllocator:
         merged: list[Region] = []
         for hole in sorted([*self.holes, region]):
             if merged and merged[-1].stop == hole.start:
-                hole = Region(merged[-1].start, merged.pop().size + hole.size)
+                before = merged.pop()
+                hole = Region(before.start, before.size + hole.size)
             merged.append(hole)
         self.holes = merged
 
@@ -285,23 +286,26 @@ def generate(
     Raises ValueError if a prompt is empty or could outgrow `max_len`, OutOfSlots if the slab can't hold the batch. The
     regions are given back, whatever happens.
     """
-    room = max_len - max_tokens
-    for prompt in prompts:
-        if not 1 <= len(prompt) <= room:
-            raise ValueError(f"a prompt has {len(prompt)} tokens; max_len - max_tokens leaves room for 1 to {room}.")
+    lengths, room = [len(prompt) for prompt in prompts], max_len - max_tokens
+    if not all(1 <= length <= room for length in lengths):
+        raise ValueError(f"prompts have {lengths} tokens; max_len - max_tokens leaves room for 1 to {room}.")
+
+    def done(row: list[int]) -> bool:
+        return len(row) == max_tokens or (len(row) > 0 and row[-1] in stop_ids)
+
     AttentionInterface.register("labcore_contiguous", contiguous_attention)
     model.set_attn_implementation("labcore_contiguous")
     ids, positions = (rectangle.to(model.device) for rectangle in pad_left(prompts))
-    batch = StaticBatch(cache, [], [0] * len(prompts), [len(prompt) for prompt in prompts])
+    batch = StaticBatch(cache, [], [0] * len(prompts), lengths)
     rows: list[list[int]] = [[] for _ in prompts]
     try:
         for _ in prompts:
             batch.regions.append(cache.allocator.allocate(max_len))
-        while not all(len(row) == max_tokens or (row and row[-1] in stop_ids) for row in rows):
+        while not all(map(done, rows)):
             ids = greedy_step(model, ids, positions, batch)
             positions = positions[:, -1:] + 1
             for row, token in zip(rows, ids[:, 0].tolist()):
-                if not (row and row[-1] in stop_ids):
+                if not done(row):
                     row.append(token)
     finally:
         for region in batch.regions:
