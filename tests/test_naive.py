@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
-from labcore.models.layers import LayerShape
+from labcore.models import LayerShape, load
 from labcore.naive import (
     ContiguousCache,
     OutOfSlots,
@@ -61,7 +61,7 @@ def tiny(name: str = "llama"):
     return model, cache
 
 
-def transformers_greedy(model, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
+def transformers_greedy(model, prompt: list[int], max_tokens: int, eos: int | list[int] | None = None) -> list[int]:
     model.set_attn_implementation("eager")
     ids = torch.tensor([prompt])
     out = model.generate(
@@ -137,18 +137,15 @@ class TestTokens:
 
 @pytest.mark.model
 def test_the_real_model_says_what_transformers_says_alone_and_in_a_padded_batch(smollm2):
-    from transformers import AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    loaded = load(smollm2, device="cpu", dtype="float32")
+    model, eos = loaded.model, loaded.eos_token_ids
     texts = ["The capital of France is", "Hi", "def add(a, b):", "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13", "2 + 2 =",
              "Paging in an operating system means that", "The three primary colours are", "Once upon a time"]  # fmt: skip
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
-    eos = model.generation_config.eos_token_id
-    cache = ContiguousCache([LayerShape(9, 3, 64)] * 30, num_slots=8 * 64)
-    expected = [transformers_greedy(model, prompt, 16, eos) for prompt in prompts]
-    assert generate(model, prompts, 16, cache, 64, {eos}) == expected
-    assert [generate(model, [prompt], 16, cache, 64, {eos})[0] for prompt in prompts] == expected
+    prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]
+    cache = ContiguousCache(loaded.layers, num_slots=8 * 64)
+    expected = [transformers_greedy(model, prompt, 16, list(eos)) for prompt in prompts]
+    assert generate(model, prompts, 16, cache, 64, eos) == expected
+    assert [generate(model, [prompt], 16, cache, 64, eos)[0] for prompt in prompts] == expected
 
 
 class TestAttend:
