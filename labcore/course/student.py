@@ -247,9 +247,9 @@ def _stub(source: str, region: tuple[int, int], exercise_id: str) -> Cut:
     """What stands in the place of a solution: a raise in a function, `name = ...` for what it defines elsewhere."""
     start, stop = region
     lines = source.split("\n")
-    indent = re.match(r"\s*", lines[start])[0]
     inside = [(node, scope) for node, scope in _statements(_parse(source)) if start <= node.lineno - 1 <= stop]
-    scope = inside[0][1] if inside else None  # of the outermost: the walk meets it first
+    outermost, scope = inside[0] if inside else (None, None)  # the walk meets it first
+    indent = " " * outermost.col_offset if outermost else re.match(r"\s*", lines[start])[0]
     if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
         stub = [f'{indent}raise NotImplementedError("{YOUR_TURN}{exercise_id}")']
     else:
