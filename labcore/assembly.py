@@ -13,7 +13,7 @@ from labcore.config import EngineConfig
 from labcore.engine import Engine
 from labcore.memory import memory_budget, pool_size
 from labcore.models import LoadedModel
-from labcore.prefix import NoPrefixCache, PrefixCache
+from labcore.prefix import HashedPrefixCache, NoPrefixCache, PrefixCache
 from labcore.recorder import Recorder
 from labcore.runner import ModelRunner
 from labcore.scheduler import FirstComeFirstServed, Policy, Preemption, PriorityWithAging, Recompute, Scheduler
@@ -34,8 +34,8 @@ def make_engine(
 ) -> Engine:
     """Put the parts of an engine together. A part is a class, which is called here, or an instance, taken as it is.
 
-    A BlockPool class is called with (num_blocks, block_size), a Scheduler class with the pool and the keywords of
-    labcore's, the others with nothing.
+    A BlockPool class is called with (num_blocks, block_size), a PrefixCache class with (block_size), a Scheduler class with
+    the pool and the keywords of labcore's, the others with nothing.
     """
     refuse_unbuilt(config)
     config, pool = resolve_pool(config, loaded, block_pool)
@@ -45,7 +45,7 @@ def make_engine(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunking=built(chunking or default_chunking(config)),
-        prefix_cache=built(prefix_cache or NoPrefixCache),
+        prefix_cache=built(prefix_cache or default_prefix_cache(config), pool.block_size),
         preemption=built(preemption or Recompute),
         policy=make_policy(config),
     )
@@ -92,6 +92,10 @@ def make_policy(config: EngineConfig) -> Policy:
     return FirstComeFirstServed()
 
 
+def default_prefix_cache(config: EngineConfig) -> type[PrefixCache]:
+    return HashedPrefixCache if config.enable_prefix_caching else NoPrefixCache
+
+
 def default_chunking(config: EngineConfig) -> ChunkPolicy:
     return ChunkedPrefill() if config.enable_chunked_prefill else WholePrompts(config.max_num_seqs)
 
@@ -107,6 +111,6 @@ def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool) ->
     )
 
 
-def built(part: Part | type[Part]) -> Part:
+def built(part: Part | type[Part], *arguments: object) -> Part:
     """A part as an instance: a class is called, an instance taken as it is."""
-    return part() if isinstance(part, type) else part
+    return part(*arguments) if isinstance(part, type) else part

@@ -74,11 +74,16 @@ class Engine:
         params: SamplingParams | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        *,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
     ) -> None:
         """Queue a request. It joins the next step that has room for it.
 
         priority       matters under scheduling_policy="priority"; a smaller number goes first
         arrival_time   seconds on the engine's clock; None is now. For metrics only
+        cache_salt     its prefix is shared only with requests of the same salt: one a tenant keeps tenants apart
+        use_prefix_cache   False computes every token, and leaves nothing for others to find
         Raises ValueError, and queues nothing, for an id in use, an empty or too long prompt, a token id outside the
         vocabulary, and a request that the pool could never hold.
         """
@@ -99,6 +104,8 @@ class Engine:
                     seed=self._seed(params, k),
                     priority=int(priority),
                     arrival_time=arrival_time,
+                    cache_salt=cache_salt,
+                    use_prefix_cache=use_prefix_cache,
                 ),
                 Detokenizer(self.loaded.tokenizer, prompt, params),
             )
@@ -187,6 +194,11 @@ class Engine:
             raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty.")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r}; it must be a SamplingParams.")
+        vocab_size = self.loaded.vocab_size
+        if any(token >= vocab_size for token in params.stop_token_ids):
+            raise ValueError(
+                f"stop_token_ids is {list(params.stop_token_ids)}; each must be a token id, 0 … {vocab_size - 1:,} for this model."
+            )
         names = {request_id} | {f"{request_id}/{k}" for k in range(params.n if params.n > 1 else 0)}
         taken = sorted(names & (self._groups.keys() | self._requests.keys()))
         if taken:
@@ -195,6 +207,7 @@ class Engine:
             raise ValueError(f"priority is {priority!r}; it must be a whole number (a smaller one goes first).")
         if arrival_time is not None and not (isinstance(arrival_time, Real) and math.isfinite(arrival_time)):
             raise ValueError(f"arrival_time is {arrival_time!r}; it must be a finite number of seconds, or None for now.")
+        Detokenizer(self.loaded.tokenizer, (), params)  # refuses stop strings where there is no text to find them in
         prompt = self._check_prompt(prompt_token_ids)
         self._check_room(request_id, len(prompt), params)
         return prompt

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from labcore.blocks import BlockTable
 from labcore.outputs import RequestMetrics
@@ -36,6 +37,8 @@ class Request:
     arrival_step  scheduler step in which it was queued
     max_tokens    most output tokens, already cut to what max_model_len leaves
     seed          resolved: the request's own, or one derived from the engine's
+    cache_salt    prefixes are shared only between requests with the same salt
+    block_identities, prefix_chain   what the prefix cache knows of it; nobody else looks at them
     """
 
     request_id: str
@@ -47,6 +50,9 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
 
+    cache_salt: str = ""
+    use_prefix_cache: bool = True
+
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     arrival_step: int = 0
@@ -55,6 +61,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None
+    block_identities: list[tuple[bytes, bytes]] = field(default_factory=list, repr=False)
+    prefix_chain: list[Any] = field(default_factory=list, repr=False)
     metrics: RequestMetrics = field(init=False)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             chunking=ChunkedPrefill() if chunked else WholePrompts(max_num_seqs),
-            prefix_cache=NoPrefixCache(),
+            prefix_cache=NoPrefixCache(block_size),
             preemption=Recompute(),
             policy=PriorityWithAging(aging) if policy == "priority" else FirstComeFirstServed(),
             watermark=watermark,
