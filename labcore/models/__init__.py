@@ -1,7 +1,9 @@
 """Models: find one by name, fetch the default, refuse what can't be served, load the rest.
 
-    loaded = load("smollm2-135m")        # or a local folder, or a Hugging Face id of a decoder
-    loaded.layers[0]                     # LayerShape(num_query_heads=9, num_kv_heads=3, head_dim=64, sliding_window=None)
+    loaded = load("smollm2-135m")    # or a local folder, or a Hugging Face id of a decoder
+    loaded.layers[0]                 # LayerShape(num_query_heads=9, num_kv_heads=3, head_dim=64, sliding_window=None)
+
+Importing this package imports no torch; `load` and `from_model` do.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ _HOMES = {
     "UnsupportedModel": "labcore.models.errors",
 }
 
-__all__ = ["LayerShape", "LoadedModel", "ModelError", "UnsupportedModel", "fetch_default", "from_model", "load", "resolve"]
+__all__ = [
+    "LayerShape",
+    "LoadedModel",
+    "ModelError",
+    "UnsupportedModel",
+    "fetch_default",
+    "from_model",
+    "load",
+    "resolve",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """From a quantised GGUF file to an ordinary model folder: `python -m labcore.models.convert FILE.gguf FOLDER`.
 
-transformers reads GGUF and dequantises it as it loads, in 20 seconds for SmolLM2-135M; what it loads, it refuses to save.
-So the weights are copied into a fresh model, which is saved once and loads in two seconds from then on.
+transformers reads GGUF and dequantises it as it loads, in 20 seconds for SmolLM2-135M; what it loads, it refuses to
+save. So the weights are copied into a fresh model, which is saved once and loads in two seconds from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MACHINE_KEYS = ("is_local", "local_files_only")  # notes of transformers on wher
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write config.json, model.safetensors (float32), generation_config.json, tokenizer and chat template to `folder`."""
+    """Write config, weights (float32 safetensors), generation config, tokenizer and chat template to `folder`."""
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantised.config
     del config.quantization_config

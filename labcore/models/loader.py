@@ -71,8 +71,8 @@ def load(name: str | Path, device: str | torch.device = "auto", dtype: str | tor
         tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer(source) else None
     if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
         raise ModelError(
-            f"the weights of {name} do not fit its config: {len(missing)} tensors are missing or misshapen, {missing[0]} "
-            "for one — download the model again."
+            f"the weights of {name} do not fit its config: {len(missing)} tensors are missing or misshapen, "
+            f"{missing[0]} for one — download the model again."
         )
     return from_model(model.requires_grad_(False), tokenizer, str(name))
 
@@ -113,7 +113,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is '{device}'; {allowed} — labcore is not tested on others; on a Mac, use 'cpu'.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is '{device}', but torch finds no usable GPU — `labcore doctor` says why; or use 'cpu'.")
+        raise ValueError(f"device is '{device}', and torch finds no GPU to use — see `labcore doctor`, or use 'cpu'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is '{device}'; this machine has cuda:0 … cuda:{torch.cuda.device_count() - 1}.")
     return device
@@ -124,7 +124,7 @@ def cuda_works() -> bool:
     try:
         torch.zeros(1, device="cuda").add_(1).item()
     except RuntimeError as error:
-        warnings.warn(f"the GPU can't be used, so the CPU is: {first_line(error)} — see `labcore doctor`.", stacklevel=3)
+        warnings.warn(f"using the CPU, for the GPU fails: {first_line(error)} — see `labcore doctor`.", stacklevel=3)
         return False
     return True
 

@@ -37,7 +37,7 @@ HARMLESS = {
     *("position_ids", "position_embeddings", "cache_position", "layer_idx", "is_causal"),
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", PROBE),
 }
-"""Arguments that change nothing here: rotary positions were applied before the call, `is_causal` is checked by itself."""
+"""Arguments that change nothing here: rotary positions went in before the call, `is_causal` is checked by itself."""
 
 MEANINGS = {
     "position_bias": "adds a position bias to its attention scores",
@@ -71,7 +71,7 @@ class Recorder:
         self.calls: list[AttentionCall] = []
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
-        """The attention function: query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] → zeros [1, T, Hq, Dv]."""
+        """The attention function: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] → zeros [1, T, Hq, Dv]."""
         is_causal = kwargs.get("is_causal")
         self.calls.append(
             AttentionCall(
@@ -88,13 +88,15 @@ class Recorder:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def sample_mask(self, *, mask_function, **kwargs) -> torch.Tensor:
-        """The mask function: who sees whom at our positions, bool [1, 1, P, P], in place of the batch's [1, 1, T, T]."""
+        """The mask function: who sees whom at our positions, bool [1, 1, P, P], in place of [1, 1, T, T]."""
         zero = self.positions.new_zeros(())
         visible = mask_function(zero, zero, self.positions[:, None], self.positions[None, :])
         return visible.expand(1, 1, len(self.positions), len(self.positions))
 
-    def run(self, model: PreTrainedModel, tokens: list[int], positions: list[int] | None) -> tuple[Any, list[AttentionCall]]:
-        """One forward pass as the engine makes it; returns the logits of the last two tokens and the attention calls."""
+    def run(
+        self, model: PreTrainedModel, tokens: list[int], positions: list[int] | None
+    ) -> tuple[torch.Tensor, list[AttentionCall]]:
+        """One forward pass as the engine makes it: the logits of the last two tokens, and the attention calls."""
         self.calls = []
         output = model(
             input_ids=torch.tensor([tokens], device=model.device),
@@ -144,24 +146,23 @@ def faults(
     logits: torch.Tensor,
     other_logits: torch.Tensor,
 ) -> Iterator[str]:
-    """What the three passes say against the model, each a phrase that goes on from "it ..."; nothing for a good model."""
+    """What the three passes say against the model, as phrases that go on from "it ..."; none for a good one."""
     num_layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", len(calls))
-    seen = [call.layer_idx for call in calls]
-    if seen != list(range(num_layers)):
-        yield f"calls attention in layers {seen} where 0 … {num_layers - 1} once each, in order, are needed"
+    if [call.layer_idx for call in calls] != list(range(num_layers)) or len(masked_calls) != num_layers:
+        yield f"does not call attention once in each of its {num_layers} layers, in order"
     if logits.shape[:2] != (1, 2):
         yield "computes logits for every token: its forward() has no logits_to_keep"
     if len({call.key.untyped_storage().data_ptr() for call in calls}) < len(calls):
         yield "shares the keys of one layer with another (shared KV layers)"
-    for call, masked in zip(calls, masked_calls):
+    if not close(logits, other_logits):
+        yield "mixes tokens outside its attention (state-space, recurrent or convolution layers)"
+    for call, masked in zip(calls, masked_calls, strict=True):
         yield from call_faults(call)
         yield from mask_faults(masked, recorder)
         if not close(call.key[:, :, 0], call.key[:, :, 2]):
             yield "ignores position_ids, so sequences can't share one flattened batch"
         if not close(call.key[:, :, :2], masked.key[:, :, :2]):
             yield "does not count positions from 0"
-    if not close(logits, other_logits):
-        yield "mixes tokens outside its attention (state-space, recurrent or convolution layers)"
 
 
 def call_faults(call: AttentionCall) -> Iterator[str]:
@@ -172,9 +173,8 @@ def call_faults(call: AttentionCall) -> Iterator[str]:
     if not call.is_causal:
         yield f"lets tokens see later ones (attention is not causal in layer {layer})"
     if key_shape != call.value_shape:
-        yield f"has keys and values of different shapes, {tuple(key_shape[1::2])} and {tuple(call.value_shape[1::2])} " + (
-            f"(heads, head size) in layer {layer}"
-        )
+        k, v = tuple(key_shape[1::2]), tuple(call.value_shape[1::2])
+        yield f"has keys and values of different shapes: {k} and {v} (heads, head size) in layer {layer}"
     if call.num_query_heads % key_shape[1]:
         yield f"has {call.num_query_heads} query heads for {key_shape[1]} KV heads in layer {layer}"
     for name in sorted(call.kwargs - HONOURED - HARMLESS):
@@ -199,7 +199,7 @@ def mask_faults(call: AttentionCall, recorder: Recorder) -> Iterator[str]:
 
 @contextmanager
 def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterator[Any]:
-    """Register the recorder under both names, yield the function that selects one, and put the model back at the end."""
+    """Register the recorder under both names; yield what selects one; put the model back at the end."""
     before = model.config._attn_implementation
     with registration:
         AttentionInterface.register(PROBE, recorder.attend)

@@ -29,7 +29,7 @@ def resolve(name: str | Path) -> Path | str:
     if folder.is_file():
         raise ModelError(f"{name} is a file — pass the folder that holds config.json and the weights.")
     if isinstance(name, Path) or not HUB_ID.fullmatch(name):
-        raise ModelError(f"there is no folder {name} — pass {DEFAULT_MODEL!r}, an existing folder, or a Hugging Face id.")
+        raise ModelError(f"there is no folder {name} — pass one that exists, {DEFAULT_MODEL!r}, or a Hugging Face id.")
     return name
 
 
@@ -37,7 +37,7 @@ def checked_folder(folder: Path) -> Path:
     """`folder`, once it is sure that transformers can load it. Raises ModelError that says what is missing."""
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} has no config.json — pass a folder that save_pretrained() wrote, or one from the Hugging Face hub."
+            f"{folder} has no config.json — pass a folder that save_pretrained() wrote, or a copy of one from the hub."
         )
     if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         raise ModelError(f"{folder} has no weights ({' or '.join(WEIGHTS)}) — download them beside its config.json.")

@@ -20,7 +20,7 @@ STATE = "keeps a recurrent or state-space memory, which has no blocks to page"
 FAMILIES = {
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), STATE),
-    **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "olmo_hybrid", "kimi_linear"), STATE),
+    **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h"), STATE),
 }
 """Families whose config gives the reason away in its name alone."""
 
@@ -71,4 +71,4 @@ def refusals(config: Any) -> Iterator[str]:
 
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not model_class.is_backend_compatible():
-        yield f"can't take another attention function ({model_class.__name__} stays off transformers' attention interface)"
+        yield f"takes no attention function but its own: {model_class.__name__} is off transformers' AttentionInterface"
