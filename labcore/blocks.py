@@ -13,7 +13,6 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 
 
 class OutOfBlocks(RuntimeError):
@@ -60,14 +59,12 @@ class BlockPool:
             raise ValueError(f"n is {n}; it must be a whole number, at least 0.")
         if n > self.num_free:
             raise OutOfBlocks(f"{n} blocks wanted, {self.num_free} of {self.num_blocks} are free.")
-        taken = []
-        block, following, refcounts = self._next[self.num_blocks], self._next, self._refcounts
-        for _ in repeat(None, n):
-            taken.append(block)
-            refcounts[block] = 1
-            block = following[block]
-        following[self.num_blocks] = block
-        self._prev[block] = self.num_blocks
+        taken, head = [], self._next[self.num_blocks]
+        for _ in range(n):
+            taken.append(head)
+            self._refcounts[head] = 1
+            head = self._next[head]
+        self._next[self.num_blocks], self._prev[head] = head, self.num_blocks
         self.num_free -= n
         return taken
 
@@ -128,13 +125,11 @@ class BlockPool:
             block = self._next[block]
 
     def _enqueue(self, blocks: Sequence[int]) -> None:
-        following, preceding, tail = self._next, self._prev, self._prev[self.num_blocks]
+        tail = self._prev[self.num_blocks]
         for block in blocks:
-            following[tail] = block
-            preceding[block] = tail
+            self._next[tail], self._prev[block] = block, tail
             tail = block
-        following[tail] = self.num_blocks
-        preceding[self.num_blocks] = tail
+        self._next[tail], self._prev[self.num_blocks] = self.num_blocks, tail
         self.num_free += len(blocks)
 
     def _why_not(self, block: int, verb: str) -> str:
