@@ -79,9 +79,12 @@ def verify(entries: list[dict[str, Any]]) -> list[str]:
     problems, seen = [], set()
     names = {f.name for f in fields(Claim)}
     for place, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict):
+            problems.append(f"entry {place}: is {entry!r}, not an object with fields")
+            continue
         who = f"entry {place} ({entry.get('id')!r})"
         if set(entry) - {"command"} != names - {"command"}:
-            odd = sorted(set(entry) ^ names - {"command"})
+            odd = sorted((set(entry) ^ names) - {"command"})
             problems.append(f"{who}: fields missing or unknown: {', '.join(odd)}")
             continue
         problems += [
