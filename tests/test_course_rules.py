@@ -67,10 +67,11 @@ def with_output(output):
     return numbered(code)
 
 
-def tagged(source, *tags, others=9):
-    code = cell("code", source)
-    code.metadata["tags"] = list(tags)
-    return numbered(code, *(cell("code", str(n)) for n in range(others)))
+def tagged(source, *tags, twice=False):
+    code = [cell("code", source) for _ in range(2 if twice else 1)]
+    for each in code:
+        each.metadata["tags"] = list(tags)
+    return numbered(*code)
 
 
 def changed(old, new):
@@ -93,10 +94,7 @@ def test_a_good_notebook_breaks_no_rule(tmp_path):
             "the median code cell has 10 lines",
         ),
         (lambda: tagged("1 + 1", "nbval-ignore-output"), "its output is ignored, so it must hold an `assert`"),
-        (
-            lambda: tagged("assert True", "nbval-ignore-output", others=0),
-            "17% of the code cells have ignored outputs"[2:],
-        ),
+        (lambda: tagged("assert 1", "nbval-ignore-output", twice=True), "29% of the code cells have ignored outputs"),
         (lambda: tagged("1", "nbval-skip"), "the tag nbval-skip has no place here"),
         (lambda: tagged("1", "raises-exception"), "the tag raises-exception has no place here"),
         (lambda: numbered(cell("code", "# NBVAL_IGNORE_OUTPUT\n1")), "a NBVAL_… comment"),
@@ -114,10 +112,7 @@ def test_a_good_notebook_breaks_no_rule(tmp_path):
         (lambda: changed("labcore/blocks", "labcore/block"), "the first cell doesn't speak of blocks"),
         (lambda: changed("## Oracle", "## Comparison"), "section “oracle” is missing"),
         (lambda: changed("## Predict", "Predict"), "section “predict” is missing"),
-        (
-            lambda: changed("## Measure", "## X").__class__ and changed("## Set-up", "## Recap"),
-            "section “set-up” is missing",
-        ),
+        (lambda: changed("## Set-up", "## Begin"), "section “set-up” is missing"),
         (lambda: changed("When?", "When."), "the recap asks fewer than three questions"),
         (lambda: changed("Next: nothing.", "The end."), "the recap doesn't say what comes next"),
         (lambda: changed('check("77.allocate", 1)', "1"), "the first check is in cell 13 of 22"),
