@@ -1,0 +1,197 @@
+"""From tokens to text while it grows: never half a character, never a piece that is taken back.
+
+    stop = "\\nUser:"   tokens   Hello   ␣ F0 9F   98   80   \\nUs   er   :       (a hex pair is a byte of 😀)
+                 TextStream   Hello     –     –    ␣😀   \\nUs   er   :       waits for the rest of a character
+                 StopStrings  Hello               ␣😀     –     –   stop    waits while it may become a stop string
+
+A token is a run of bytes, and a character may be spread over several tokens. What a decoder makes of a token also depends on
+its neighbour to the left: sentencepiece drops the space that a text begins with. So tokens are decoded in a window,
+context and news, and the news is what the text grows by: a few short decodes a token, however long the text has become.
+Source: the prefix and read offsets of text-generation-inference and of vLLM.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from labcore.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no character, or not yet one
+CONTEXT = 6  # tokens of the prompt that the decoder sees to the left of the first output token
+LONGEST_CHARACTER = 8  # tokens; a character has 4 bytes at most and a token 1 at least, the rest is margin
+
+
+class Detokenizer:
+    """The text of one continuation.
+
+    text       safe to show: it only ever grows, and ends where a stop string begins
+    stop_hit   the stop string that was found, or None
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Without a tokenizer the text stays empty; raises ValueError if a stop string is to be found in it."""
+        if tokenizer is None and params.stop:
+            raise ValueError(
+                f"stop is {params.stop!r}; it must be None for a model without a tokenizer, which gives no text to search: "
+                f"use stop_token_ids."
+            )
+        self.text = ""
+        self._stream = TextStream(tokenizer, prompt_token_ids) if tokenizer is not None else None
+        self._stops = StopStrings(params.stop)
+        self._num_tokens = 0
+        self._min_tokens = params.min_tokens
+
+    @property
+    def stop_hit(self) -> str | None:
+        return self._stops.hit
+
+    def append(self, token_id: int) -> None:
+        """Take in the next output token. Stop strings count if they are complete at token min_tokens or later."""
+        self._num_tokens += 1
+        if self._stream is not None:
+            self._grow(self._stream.append(token_id))
+
+    def finish(self) -> None:
+        """No more tokens come: show what was held back, except half a character and what belongs to a stop string."""
+        if self._stream is not None:
+            self._grow(self._stream.finish())
+            self.text += self._stops.finish()
+
+    def _grow(self, news: str) -> None:
+        self.text += self._stops.append(news, may_stop=self._num_tokens >= self._min_tokens)
+
+
+class TextStream:
+    """Output tokens in, whole characters out. Joined, they are what decoding all tokens at once gives.
+
+    Special tokens give no text. A prompt may end in the middle of a character: if the output completes it, the character
+    belongs to the output; if not, nothing of it does.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._silent = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        audible = (token_id for token_id in reversed(prompt_token_ids) if token_id not in self._silent)
+        self._window = list(islice(audible, CONTEXT + LONGEST_CHARACTER))[::-1]
+        start, stop = self._whole_characters(self._window)
+        self._window = self._window[start:]
+        self._num_context = stop - start
+        self._context_text = self._decode(self._window[: self._num_context])
+        # What the prompt's last, unfinished character looks like as long as it stays so. It is not output.
+        self._prompt_tail = self._decode(self._window)[len(self._context_text) :]
+
+    def append(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if token_id in self._silent:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            return self._release(text, len(self._window))
+        if len(self._window) - self._num_context > LONGEST_CHARACTER:
+            return self._release_settled(text)
+        return ""
+
+    def finish(self) -> str:
+        """What was held back. Half a character is dropped; a replacement character that the model wrote is text."""
+        held = self._window[self._num_context :]
+        news = self._release(self._decode(self._window), len(self._window))
+        if news.endswith(REPLACEMENT) and not self._was_written(held):
+            return news.rstrip(REPLACEMENT)
+        return news
+
+    def _was_written(self, token_ids: list[int]) -> bool:
+        """Whether the text of these tokens encodes back to them, which half a character never does."""
+        return self._tokenizer.encode(self._decode(token_ids), add_special_tokens=False)[-len(token_ids) :] == token_ids
+
+    def _decode(self, token_ids: list[int]) -> str:
+        # No clean-up: it would take back spaces that are already on the screen.
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _whole_characters(self, token_ids: list[int]) -> tuple[int, int]:
+        """The last stretch (start, stop) of a prompt that cuts no character in two, at either end."""
+        earliest = max(0, len(token_ids) - LONGEST_CHARACTER)
+        for stop in range(len(token_ids), earliest, -1):
+            for start in range(max(0, stop - CONTEXT), stop):
+                text = self._decode(token_ids[start:stop])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return start, stop
+        return earliest, earliest
+
+    def _release(self, text: str, stop: int) -> str:
+        """Give out the news of `text`, the window decoded up to `stop`, and make the tokens it came from the context."""
+        news = text[len(self._context_text) :]
+        if self._prompt_tail:
+            shared = len(os.path.commonprefix([news, self._prompt_tail]))
+            self._prompt_tail = self._prompt_tail[shared:] if shared == len(news) else ""
+            news = news[shared:]
+        if news or stop - self._num_context > LONGEST_CHARACTER:
+            del self._window[: self._num_context]
+            self._num_context = stop - self._num_context
+            self._context_text = self._decode(self._window[: self._num_context])
+        return news
+
+    def _release_settled(self, text: str) -> str:
+        """Give out a long run of bytes that are no text, all but its end, which may yet become a character.
+
+        Where the two halves decode to what the whole does, no character lies across the cut.
+        """
+        for stop in range(len(self._window) - 1, self._num_context, -1):
+            head = self._decode(self._window[:stop])
+            if head + self._decode(self._window[stop:]) == text:
+                return self._release(head, stop)
+        return ""
+
+
+class StopStrings:
+    """Text in, text out, up to the first stop string. Holds back an end that may be the beginning of one.
+
+    Of several, the one that is complete first counts, and of those complete at the same character the longest: so the
+    result doesn't depend on how the text is cut into tokens.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.hit: str | None = None
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def append(self, news: str, may_stop: bool = True) -> str:
+        """The text that is safe to show now. With may_stop False, what the news completes is text like any other."""
+        if self.hit is not None:
+            return ""
+        text = self._held + news
+        if may_stop:
+            found = [match for stop in self._stops if (match := self._find(stop, text)) is not None]
+            if found:
+                _, start, self.hit = min(found)
+                self._held = ""
+                return text[:start]
+        shown = len(text) - self._num_open(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def finish(self) -> str:
+        """What was held back, now that nothing can complete it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, stop: str, text: str) -> tuple[int, int, str] | None:
+        """(end, start, stop) of the first match that the news completes; held text alone was looked at before."""
+        start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+        return None if start < 0 else (start + len(stop), start, stop)
+
+    def _num_open(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with, short of the whole string."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(len(stop) > size and stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0
