@@ -1,0 +1,86 @@
+"""Engines for tests: a pool whose every unowned slot is NaN, a shuffled free list, and a run that audits each step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from labcore.blocks import BlockPool
+from labcore.llm import LLM
+from labcore.models import LoadedModel
+
+
+class PoisonedPool(BlockPool):
+    """Fills a block with NaN when its last owner lets go: whoever reads it afterwards shows.
+
+    A prefix cache may rightly read a block that is free; with one, a block is poisoned when it is handed out instead.
+    """
+
+    cache = None
+    keeps_content = False
+
+    def free(self, blocks: Sequence[int]) -> None:
+        super().free(blocks)
+        if not self.keeps_content:
+            self._poison([block for block in blocks if self.refcount(block) == 0])
+
+    def allocate(self, n: int) -> list[int]:
+        blocks = super().allocate(n)
+        self._poison(blocks)
+        return blocks
+
+    def _poison(self, blocks: Sequence[int]) -> None:
+        if self.cache is not None and blocks:
+            self.cache.fill(float("nan"), blocks)
+
+
+def shuffled_pool(num_blocks: int, block_size: int = 16, seed: int = 0) -> PoisonedPool:
+    order = random.Random(seed).sample(range(num_blocks), num_blocks)
+    return PoisonedPool(num_blocks, block_size, free_order=order)
+
+
+def poisoned_llm(loaded: LoadedModel, *, num_blocks: int, block_size: int = 16, seed: int = 0, **settings) -> LLM:
+    """An engine over a shuffled pool that is full of NaN, and that fills with NaN every block that is given back."""
+    pool = shuffled_pool(num_blocks, block_size, seed)
+    llm = LLM(loaded, block_pool=pool, **settings)
+    pool.cache = llm.engine.runner.cache
+    pool.keeps_content = llm.engine.config.enable_prefix_caching
+    pool.cache.fill(float("nan"))
+    return llm
+
+
+def run(engine, limit: int = 5000) -> dict:
+    """Step until nobody is left, audit after every step, and return the final output of every request."""
+    done = {}
+    for _ in range(limit):
+        if not engine.has_unfinished_requests():
+            assert engine.pool.num_free == engine.pool.num_blocks
+            return done
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in done
+                done[output.request_id] = output
+        engine.check_integrity()
+    raise AssertionError(f"unfinished after {limit} steps: {engine.request_ids()}")
+
+
+def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True) -> list[int]:
+    """What transformers' own `generate` makes of a prompt, one token after the other, with its own attention."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        options = {"eos_token_id": None} if ignore_eos else {}
+        with torch.inference_mode():
+            ids = model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                **options,
+            )
+        return ids[0, len(prompt) :].tolist()
+    finally:
+        model.set_attn_implementation(implementation)
