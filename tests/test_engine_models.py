@@ -31,7 +31,9 @@ class PoisonedPool(BlockPool):
             self.cache.fill(float("nan"), unowned)
 
 
-def speak_from_pages(kind: str, prompts: list[list[int]], lengths: Sequence[int], **settings: int) -> list[list[int]]:
+def speak_from_pages(
+    kind: str, prompts: list[list[int]], lengths: Sequence[int], preempts: bool = False, **settings: int
+) -> list[list[int]]:
     """Greedy tokens of a tiny model in one engine, whose integrity is checked after each step."""
     pool = PoisonedPool(settings.pop("num_blocks"), settings.pop("block_size"))
     engine = LLM(from_model(tiny(kind)), block_pool=pool, enable_prefix_caching=False, **settings).engine
@@ -44,6 +46,7 @@ def speak_from_pages(kind: str, prompts: list[list[int]], lengths: Sequence[int]
         done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
         engine.check_integrity()
     assert pool.num_free == pool.num_blocks
+    assert (engine.stats()["num_preemptions"] > 0) == preempts
     return [done[str(i)] for i in range(len(prompts))]
 
 
@@ -68,14 +71,13 @@ def test_a_mixed_batch_says_what_generate_says(kind: str, prompts: list[list[int
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
 def test_the_block_size_changes_no_token(kind: str, block_size: int, prompts: list[list[int]]) -> None:
-    assert speak_from_pages(kind, prompts, OUTPUT_LENGTHS, block_size=block_size, num_blocks=400) == expected(
-        kind, prompts
-    )
+    spoken = speak_from_pages(kind, prompts, OUTPUT_LENGTHS, block_size=block_size, num_blocks=400)
+    assert spoken == expected(kind, prompts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_in_pieces_and_preempted_requests_change_no_token(kind: str, prompts: list[list[int]]) -> None:
     spoken = speak_from_pages(
-        kind, prompts, OUTPUT_LENGTHS, block_size=4, num_blocks=20, max_num_seqs=6, max_num_batched_tokens=11
+        kind, prompts, OUTPUT_LENGTHS, preempts=True, block_size=4, num_blocks=20, max_num_batched_tokens=11
     )
     assert spoken == expected(kind, prompts)

@@ -65,7 +65,7 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         **kw,
     ),
     "gemma3_text": lambda **kw: Gemma3TextConfig(
-        **SIZES, **MLP, **heads(4, 1, 16), **SLIDING_THEN_FULL, num_hidden_layers=4, query_pre_attn_scalar=16, **kw
+        **SIZES, **MLP, **heads(4, 1, 16), **SLIDING_THEN_FULL, num_hidden_layers=4, query_pre_attn_scalar=24, **kw
     ),
     "phi3": lambda **kw: Phi3Config(**SIZES, **MLP, **heads(4, 4), num_hidden_layers=3, sliding_window=WINDOW, **kw),
     "gpt2": lambda **kw: GPT2Config(vocab_size=VOCAB, n_embd=64, n_head=4, n_layer=3, n_positions=128, **kw),
