@@ -1,4 +1,4 @@
-"""The flight recorder: what every step did to blocks, tables and queues, as plain data. Behind every picture in the course.
+"""The flight recorder: what every step did to blocks, tables and queues, as plain data. It is behind every picture.
 
 The engine makes six calls at fixed points of its life, and nothing else in it knows of the recorder:
 
@@ -9,9 +9,9 @@ The engine makes six calls at fixed points of its life, and nothing else in it k
     finished(request)                   │ ended or aborted; also legal between two steps
     end_step(pool)                      ┘
 
-The pool and the scheduler have no hooks, so that any learner's version can be recorded: who took, shared, copied or gave
-back a block is found by comparing each table with what it was a step ago. That costs little, since tables grow at the end
-and two lists that begin with the same objects compare at a nanosecond an element.
+The pool and the scheduler have no hooks, so that any learner's version can be recorded: who took, shared, copied or
+gave back a block is found by comparing each table with what it was a step ago. That costs little, since tables grow at
+the end and two lists that begin with the same objects compare at a nanosecond an element.
 """
 
 from __future__ import annotations
@@ -289,7 +289,8 @@ class Recorder(Recording):
         for tracked, blocks, found in additions:
             sources = [(made or {}).get(block, block) for block in blocks]  # a fork that wrote at once shared first
             self._take(tracked, sources, found, events)
-            for index, (source, block) in enumerate(zip(sources, blocks), len(tracked.table) - len(blocks)):
+            start = len(tracked.table) - len(blocks)
+            for index, (source, block) in enumerate(zip(sources, blocks, strict=True), start):
                 if source != block:
                     self._copy(tracked, source, block, events)
                     tracked.table[index] = block
@@ -352,7 +353,7 @@ class Recorder(Recording):
         digests = [(block, self.hash_of(block)) for block in fresh]
         known = [(block, _hexadecimal(digest)) for block, digest in digests if digest is not None]
         if known:
-            blocks, hashes = zip(*known)
+            blocks, hashes = zip(*known, strict=True)
             self._hashed.update(blocks)
             events.append(("cached", tracked.number, blocks, {"hashes": list(hashes)}))
 
@@ -361,7 +362,7 @@ def _common(a: list[int], b: list[int]) -> int:
     """Length of the longest common beginning."""
     if b[: len(a)] == a:
         return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _hexadecimal(digest: Any) -> str:

@@ -1,8 +1,8 @@
 """A flight record: one `StepRecord` a step, and the questions one can ask of it.
 
-What happens to every request in every step (a chunk of work, a token) is packed into flat lists of numbers; what is rare
-(a block changes hands, a request joins or leaves) is one tuple each. `events()` unpacks both into plain events, `at()`
-replays them into a snapshot, `spans()` turns them into a timeline. No torch, no pictures here.
+What happens to every request in every step (a chunk of work, a token) is packed into flat lists of numbers; what is
+rare (a block changes hands, a request joins or leaves) is one tuple each. `events()` unpacks both into plain events,
+`at()` replays them into a snapshot, `spans()` turns them into a timeline. No torch, no pictures here.
 """
 
 from __future__ import annotations
@@ -148,10 +148,11 @@ class Recording:
         return [Span(names[number], *piece) for number, run in runs.items() for piece in run]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text; as ids in brackets when the record has no decoder."""
+        """Tokens as text; as ids in brackets when the record has no decoder. Unknown tokens (below 0) are left out."""
+        known = [token for token in token_ids if token >= 0]
         if self.decode is None:
-            return " ".join(f"[{token}]" for token in token_ids)
-        return self.decode(list(token_ids))
+            return " ".join(f"[{token}]" for token in known)
+        return self.decode(known)
 
     def save(self, path: str | Path) -> None:
         """Write the record as JSON lines; see `labcore.recording_file`."""

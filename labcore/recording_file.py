@@ -1,7 +1,7 @@
 """Flight records on disk: JSON lines. A header, one line a step, and a last line that proves nothing is missing.
 
     {"format": "labcore-recording", "version": 1, "num_blocks": 24, "block_size": 16, …, "pieces": {"523": " the"}}
-    {"step": 1, "start": 0.0, "duration": 0.034, "before": [["arrive", 0, [], {…}], …], "work": [0, 6], "tokens": [0, 523], …}
+    {"step": 1, "start": 0.0, "duration": 0.034, "before": [["arrive", 0, [], {…}]], "work": [0, 6], …}
     {"end": 1}
 """
 
@@ -31,7 +31,7 @@ def save(recording: Recording, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Recording:
-    """Read a flight record. Raises ValueError, in one line, for a file that is foreign, truncated, broken or too new."""
+    """Read a flight record. Raises ValueError, in one line, for a file that is foreign, cut short or too new."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = file.read().removesuffix("\n").split("\n")
     header = _parse(path, 1, lines[0])
@@ -46,8 +46,7 @@ def load(path: str | Path) -> Recording:
     if end is None or end.get("end") != len(lines) - 2:
         raise ValueError(f"{path} is cut short after line {len(lines)} — copy it again, or record the run again.")
     try:
-        recording = Recording(**{name: header[name] for name in HEADER_FIELDS if name not in ("num_blocks", "block_size")},
-                              num_blocks=header["num_blocks"], block_size=header["block_size"])  # fmt: skip
+        recording = Recording(**{name: header[name] for name in HEADER_FIELDS})
     except KeyError as missing:
         raise ValueError(f"{path}, line 1: the header lacks {missing} — record the run again.") from None
     for number, line in enumerate(lines[1:-1], 2):

@@ -100,7 +100,7 @@ class Snapshot:
 
     @property
     def unaccounted(self) -> int:
-        """Blocks that the pool calls taken but no table lists: leaked, or held outside the engine. 0 if it doesn't say."""
+        """Blocks that the pool calls taken and no table lists: leaked, or held by others. 0 if it doesn't say."""
         idle = self.count("free") + self.count("cached")
         return 0 if self.pool_free is None else idle - self.pool_free
 
@@ -186,12 +186,17 @@ class Replay:
         if kind == "arrive":
             self.names[number] = detail["name"]
             self.live[number] = LiveRequest(
-                detail["name"], number, list(detail["tokens"]), detail["prompt"], detail["priority"], detail["max_tokens"]
+                detail["name"],
+                number,
+                list(detail["tokens"]),
+                detail["prompt"],
+                detail["priority"],
+                detail["max_tokens"],
             )
         elif kind == "resize":
             self._resize(detail["num_blocks"])
         elif kind == "cached":
-            for block, digest in zip(blocks, detail["hashes"]):
+            for block, digest in zip(blocks, detail["hashes"], strict=True):
                 self.hashes[block] = digest
         elif kind == "evict":
             for block in blocks:
@@ -234,7 +239,7 @@ class Replay:
             self.since[block] = self.step
 
     def _release(self, request: LiveRequest, index: int, blocks: Sequence[int]) -> None:
-        """Take the request off the blocks, which start at logical `index`; a cached block goes on holding its tokens."""
+        """Take the request off the blocks, which start at logical `index`; a cached block keeps its tokens."""
         size = self.block_size
         for logical, block in enumerate(blocks, index):
             owners = self.owners[block]
@@ -257,4 +262,4 @@ class Replay:
 
 def pairs(flat: Sequence[int]) -> Iterable[tuple[int, int]]:
     """[a, 1, b, 2] → (a, 1), (b, 2): how step records pack the many small facts of a step."""
-    return zip(flat[::2], flat[1::2])
+    return zip(flat[::2], flat[1::2], strict=True)

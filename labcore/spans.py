@@ -1,4 +1,4 @@
-"""Spans: what a request was doing from one step to the next, as plain data. Every timeline in the course is drawn from them.
+"""Spans: what a request was doing from one step to the next, as plain data. Every timeline is drawn from them.
 
     ana   waiting ──┤ prefill ┤ decode ─────────┤
     bo    waiting ──────────┤ prefill ┤ decode ──┤ idle ───┤        idle: done, but its slot is held (static batching)

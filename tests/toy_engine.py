@@ -34,10 +34,18 @@ class ToyRequest:
 
 
 class ToyEngine:
-    """First come, first served; a token budget; preempts the youngest by recompute, or swaps it when there is a host."""
+    """First come, first served; a token budget; preempts the youngest by recompute, or swaps it if there is a host."""
 
     def __init__(
-        self, num_blocks=12, block_size=4, budget=16, max_seqs=8, num_host_blocks=0, prefix_cache=False, record=True, **kw
+        self,
+        num_blocks=12,
+        block_size=4,
+        budget=16,
+        max_seqs=8,
+        num_host_blocks=0,
+        prefix_cache=False,
+        record=True,
+        **kw,
     ):
         self.pool = BlockPool(num_blocks, block_size)
         self.host = BlockPool(num_host_blocks, block_size) if num_host_blocks else None
@@ -160,7 +168,7 @@ class ToyEngine:
             request.status = Status.SWAPPED
             table = BlockTable(self.host)
             table.append(request.table.num_tokens)
-            plan.swaps_out += list(zip(blocks, table.blocks))
+            plan.swaps_out += list(zip(blocks, table.blocks, strict=True))
             request.table.free()
             request.table = table
         else:
@@ -173,7 +181,7 @@ class ToyEngine:
             raise OutOfBlocks
         table = BlockTable(self.pool)
         table.append(request.table.num_tokens)
-        plan.swaps_in += list(zip(request.table.blocks, table.blocks))
+        plan.swaps_in += list(zip(request.table.blocks, table.blocks, strict=True))
         for block in table.blocks:
             self._forget(block)
         request.table.free()

@@ -1,5 +1,19 @@
-"""Pictures of a flight record: pure functions from recorded data to plotly figures, and the same facts in words."""
+"""Pictures of a flight record: pure functions from recorded data to plotly figures, and the same facts in words.
 
+    block_map(recorder)              the pool as a grid of cells              describe(recorder, step)
+    block_tables(recorder)           logical → physical, with arrows          describe(recorder, step, "block_tables")
+    timeline(recorder or spans, …)   requests over steps                      describe(recorder, picture="timeline")
+    memory(recorder)                 slots used, wasted, shared, free         describe(recorder, step, "memory")
+    queues(recorder)                 who waits, who runs                      describe(recorder, step, "queues")
+    explore(llm)                     a live panel around them                 (labcore.viz.explorer)
+"""
+
+from labcore.viz.block_map import block_map
+from labcore.viz.block_tables import block_tables
+from labcore.viz.describe import describe
+from labcore.viz.memory import memory
+from labcore.viz.picture import Picture
+from labcore.viz.queues import queues
 from labcore.viz.timeline import timeline
 
-__all__ = ["timeline"]
+__all__ = ["Picture", "block_map", "block_tables", "describe", "memory", "queues", "timeline"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
+from labcore.recording import Recording
 from labcore.viz.style import EMPTY, FAINT, GRID, INK, PAPER
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
+BUDGET = 400_000
+"""Bytes that the frames of one picture may take in a notebook file."""
 CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 MAX_FRAMES = 60
 
@@ -22,12 +25,15 @@ class Facts(str):
         return str(self)
 
 
+NOTHING = Facts("nothing recorded yet")
+
+
 class Picture(go.Figure):
     """A plotly figure with its facts in words.
 
-    A notebook stores it once as plotly JSON (JupyterLab draws that with neither kernel nor network) and once as text, for
-    viewers that run no JavaScript, for exports and for nbval. No plotly.js, no HTML, no random ids: a cell that shows one
-    is stored in a few kilobytes and compares equal from run to run.
+    A notebook stores it once as plotly JSON (JupyterLab draws that with neither kernel nor network) and once as text,
+    for viewers that run no JavaScript, for exports and for nbval. No plotly.js, no HTML, no random ids: a cell that
+    shows one is stored in a few kilobytes and compares equal from run to run.
     """
 
     _ipython_display_ = None
@@ -110,6 +116,12 @@ def controls(names: Sequence[str], active: str) -> dict[str, Any]:
     return {"sliders": [slider], "updatemenus": [menu]}
 
 
+def heading(text: str) -> dict[str, Any]:
+    """The line of facts above a picture, which changes with the step."""
+    font = {"size": 13, "color": INK}
+    return {"text": text, "font": font, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top"}
+
+
 def axis(title: str = "", **settings: Any) -> dict[str, Any]:
     """An axis in house style."""
     return {
@@ -125,9 +137,59 @@ def sample(steps: Sequence[int], limit: int, keep: int | None = None) -> list[in
     """At most `limit` of the steps, evenly spread: the first, the last, and `keep` among them."""
     steps = list(steps)
     if len(steps) > limit:
-        chosen = {steps[round(i * (len(steps) - 1) / max(1, limit - 1))] for i in range(limit)}
-        if keep is not None and keep not in chosen:
-            nearest = min(chosen - {steps[0], steps[-1]} or chosen, key=lambda step: (abs(step - keep), step))
-            chosen = chosen - {nearest} | {keep}
-        steps = sorted(chosen)
+        places = {round(i * (len(steps) - 1) / max(1, limit - 1)) for i in range(limit)}
+        picked = {steps[place] for place in places}
+        if keep is not None and keep not in picked:
+            nearest = min(picked - {steps[0], steps[-1]} or picked, key=lambda step: (abs(step - keep), step))
+            picked = picked - {nearest} | {keep}
+        steps = sorted(picked)
     return steps
+
+
+def chosen(recording: Recording, step: int | None, steps: Iterable[int] | None) -> tuple[int, list[int]]:
+    """The step to show first, and those that the slider offers. Raises ValueError if one was not recorded."""
+    known = recording.steps
+    steps = known if steps is None else sorted(set(steps))
+    step = (steps or known)[-1] if step is None else step
+    steps = sorted({*steps, step})
+    missing = [wanted for wanted in steps if wanted not in range(known[0], known[-1] + 1)]
+    if missing:
+        raise ValueError(f"step is {missing[0]}; recorded steps are {known[0]} … {known[-1]}.")
+    return step, steps
+
+
+def fit(
+    frame: Callable[[int], dict[str, Any]], steps: Sequence[int], keep: int, budget: int = BUDGET
+) -> list[dict[str, Any]]:
+    """Frames for as many steps, evenly spread and `keep` among them, as take `budget` bytes in a notebook file."""
+    limit = MAX_FRAMES
+    while True:
+        frames = [frame(step) for step in sample(steps, limit, keep)]
+        size = sum(map(stored_size, frames))
+        if size <= budget or len(frames) <= 2:
+            return frames
+        limit = max(2, min(len(frames) - 1, int(len(frames) * budget / size)))
+
+
+def stored_size(part: Any, depth: int = 7) -> int:
+    """Bytes that a part of a figure takes in a notebook file, where every number has a line of its own, indented."""
+    text = json.dumps(part, indent=1)
+    return len(text.encode()) + depth * text.count("\n")
+
+
+def columns(table: list[list[str]]) -> list[str]:
+    """Rows of pieces as lines, each column as wide as its widest piece."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(f"{piece:{width}}" for piece, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def held(values: Sequence[Any], growth: int = 0) -> list[Any]:
+    """The values, and the last one again plus `growth`: each step lasts until the next begins, the last one too."""
+    return [*values, values[-1] + growth]
+
+
+def nothing_recorded() -> Picture:
+    """What there is to see before the first step."""
+    note = {"text": str(NOTHING), "showarrow": False, "font": {"size": 14, "color": FAINT}}
+    hidden = axis(visible=False)
+    return picture([], {"height": 160, "xaxis": hidden, "yaxis": hidden, "annotations": [note]}, NOTHING)

@@ -7,24 +7,30 @@ Every picture brings its own light paper, so that it reads the same in a light a
 from __future__ import annotations
 
 from html import escape
+from typing import Any
 
 PAPER = "#fbfbf9"
 INK = "#1c1c1c"
 FAINT = "#5f5f5f"
 GRID = "#dcdcd6"
-EMPTY = "#ffffff"
-CACHED = "#d9d9d9"
-PALETTE = ("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff", "#aaaa00")
+EMPTY = "#fff"
+CACHED = "#ddd"
+PALETTE = ("#7ad", "#e86", "#ed8", "#4b9", "#fab", "#bc3", "#9df", "#aa0")
 
 # span state → letter, colour, pattern
 SPANS = {
-    "waiting": ("w", "#ececec", ""),
-    "prefill": ("P", "#ee8866", "/"),
-    "decode": ("D", "#77aadd", ""),
-    "preempted": ("X", "#ffaabb", "x"),
-    "swapped": ("S", "#bbcc33", "."),
-    "idle": ("i", "#ffffff", "-"),
+    "waiting": ("w", "#eee", ""),
+    "prefill": ("P", "#e86", "/"),
+    "decode": ("D", "#7ad", ""),
+    "preempted": ("X", "#fab", "x"),
+    "swapped": ("S", "#bc3", "."),
+    "idle": ("i", EMPTY, "-"),
 }
+
+
+def hatch(fill: str, shape: str) -> dict[str, Any]:
+    """A pattern in ink over a fill, as plotly wants it for bars and for areas. shape: "", "/", "x", "-", "."."""
+    return {"shape": shape, "bgcolor": fill, "fgcolor": INK, "fgopacity": 0.4, "size": 6, "solidity": 0.25}
 
 
 def letter(number: int) -> str:
@@ -44,7 +50,7 @@ def colour(number: int) -> str:
 
 def short(text: str, length: int = 18) -> str:
     """At most `length` characters on one line, an ellipsis in place of what is cut."""
-    text = "".join(c if c.isprintable() else "·" for c in text)
+    text = "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

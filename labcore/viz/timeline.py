@@ -9,7 +9,7 @@ from typing import Any
 from labcore.recording import Recording
 from labcore.spans import SPAN_STATES, Span
 from labcore.viz.picture import MAX_FRAMES, Facts, Picture, axis, picture, sample
-from labcore.viz.style import FAINT, GRID, INK, SPANS, safe, short
+from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 
 Run = Recording | Sequence[Span]
 MAX_TICKS = 40
@@ -38,7 +38,14 @@ def timeline(*runs: Run, titles: Sequence[str] = (), step: int | None = None) ->
         "barmode": "overlay",
         "bargap": 0.25,
         "uniformtext": {"minsize": 8, "mode": "hide"},
-        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1, "xanchor": "right", "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "y": 1.0,
+            "yanchor": "bottom",
+            "x": 1,
+            "xanchor": "right",
+            "traceorder": "normal",
+        },
         "annotations": [],
         "margin": {"l": 10, "t": 74 if any(titles) else 48},
     }
@@ -46,7 +53,7 @@ def timeline(*runs: Run, titles: Sequence[str] = (), step: int | None = None) ->
     cut = 18 if len(runs) < 2 else 12
     longest = max((len(short(name, cut)) for rows in names for name in rows), default=0)
     gap = 0.03 + 0.009 * longest  # room for the names of every run but the first
-    for k, (run, rows) in enumerate(zip(spans, names)):
+    for k, (run, rows) in enumerate(zip(spans, names, strict=True)):
         suffix = "" if k == 0 else str(k + 1)
         traces += _bars(run, rows, suffix, {span.state for other in spans for span in other}, first=k == 0)
         domain = [k * width + (gap if k else 0), (k + 1) * width]
@@ -85,9 +92,7 @@ def timeline_facts(*runs: Run, titles: Sequence[str] = ()) -> Facts:
         lines.append(f"{title}{len(rows)} requests, ends at {_number(stop)}; request-steps: {totals or 'none'}")
         width = max((len(short(name)) for name in rows), default=0)
         for name in rows[:MAX_TICKS]:
-            way = "  ".join(
-                f"{s.state} {_number(s.start)}–{_number(s.stop)}" for s in spans if s.request_id == name
-            )
+            way = "  ".join(f"{s.state} {_number(s.start)}–{_number(s.stop)}" for s in spans if s.request_id == name)
             lines.append(f"  {short(name):{width}}  {way}")
         if len(rows) > MAX_TICKS:
             lines.append(f"  … and {len(rows) - MAX_TICKS} more")
@@ -98,9 +103,7 @@ def _rows(spans: Sequence[Span]) -> list[str]:
     return list(dict.fromkeys(span.request_id for span in spans))
 
 
-def _bars(
-    spans: Sequence[Span], rows: list[str], suffix: str, used: set[str], first: bool
-) -> list[dict[str, Any]]:
+def _bars(spans: Sequence[Span], rows: list[str], suffix: str, used: set[str], first: bool) -> list[dict[str, Any]]:
     place = {name: row for row, name in enumerate(rows)}
     traces = []
     for state in SPAN_STATES:
@@ -130,7 +133,7 @@ def _bars(
                 "marker": {
                     "color": fill,
                     "line": {"color": FAINT, "width": 0.6},
-                    "pattern": {"shape": pattern, "bgcolor": fill, "fgcolor": INK, "fgopacity": 0.3, "size": 7, "solidity": 0.2},
+                    "pattern": hatch(fill, pattern),
                 },
                 "xaxis": f"x{suffix}",
                 "yaxis": f"y{suffix}",

@@ -1,0 +1,135 @@
+"""Block map: the whole pool as a grid of cells, who owns each block, how full it is, and what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from labcore.recording import Recording
+from labcore.snapshot import Snapshot
+from labcore.viz import grid
+from labcore.viz.picture import NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
+from labcore.viz.style import FAINT
+
+MAX_LINES = 40
+MANY_BLOCKS = 160
+"""Beyond, frames name a block's owners when hovered over, and no more; a single step always tells everything."""
+AXES = {"xaxis": "x", "yaxis": "y"}
+
+
+def block_map(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Picture:
+    """The pool after each step: a cell a block, coloured and lettered by owner, hatched if shared, filled as it fills.
+
+    step    the one shown at first; the last one when None
+    steps   those that the slider offers; all of them, or a sample that keeps the picture small, when None
+    """
+    if not recording.steps:
+        return nothing_recorded()
+    step, steps = chosen(recording, step, steps)
+    capacity = max(recording.num_blocks, len(recording.at(step).blocks))
+    numbers = grid.request_numbers(recording)
+    place = grid.Grid(capacity, recording.block_size)
+    everywhere = range(capacity)
+    cells = grid.Cells(
+        [place.x(i) for i in everywhere], [place.base(i) for i in everywhere], recording.block_size, AXES
+    )
+    thin = capacity > MANY_BLOCKS and len(steps) > 1
+
+    def frame(step: int) -> dict[str, Any]:
+        snapshot = recording.at(step)
+        layers = grid.changes(_layers(recording, snapshot, cells, numbers, thin))
+        return {
+            "name": str(step), "traces": [0, 1, 2, 3], "data": layers,
+            "layout": {"title": {"text": headline(snapshot)}},
+        }  # fmt: skip
+
+    snapshot = recording.at(step)
+    traces = [
+        *_layers(recording, snapshot, cells, numbers, thin),
+        *([_block_ids(place)] if capacity <= MANY_BLOCKS else []),
+        *grid.legend(numbers),
+    ]
+    return picture(
+        traces, _layout(place, headline(snapshot)), block_map_facts(recording, step), fit(frame, steps, step), step
+    )
+
+
+def headline(snapshot: Snapshot) -> str:
+    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`."""
+    said = ", ".join(f"{snapshot.count(state)} {state}" for state in ("owned", "shared", "cached", "free"))
+    text = f"step {snapshot.step}   {len(snapshot.blocks)} blocks: {said}"
+    lost = snapshot.unaccounted
+    return text if lost == 0 else f"{text} — but the pool has {abs(lost)} {'fewer' if lost > 0 else 'more'} free"
+
+
+def block_map_facts(recording: Recording, step: int | None = None) -> Facts:
+    """The pool after one step (the last when None), a line for every block that is not free."""
+    if not recording.steps:
+        return NOTHING
+    snapshot = recording.at(recording.steps[-1] if step is None else step)
+    blocks = [block for block in snapshot.blocks if block.state != "free"]
+    table = [[f"block {block.block:>3}", *grid.block_line(recording, snapshot, block)] for block in blocks[:MAX_LINES]]
+    lines = [headline(snapshot), *columns(table)]
+    if len(blocks) > MAX_LINES:
+        lines.append(f"… and {len(blocks) - MAX_LINES} more blocks that are not free")
+    return Facts("\n".join(lines))
+
+
+def _layers(
+    recording: Recording, snapshot: Snapshot, cells: grid.Cells, numbers: dict[str, int], thin: bool
+) -> list[dict[str, Any]]:
+    blocks = snapshot.blocks[: len(cells.x)]
+    if thin:
+        hover = {"hovertemplate": "block %{pointNumber} %{text}<extra></extra>", "hoverinfo": "all"}
+    else:
+        hover = {"hovertext": [grid.block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"}
+    return cells.layers(
+        colours=[grid.block_colour(block, numbers) for block in blocks],
+        amounts=[grid.block_amount(block) for block in blocks],
+        shared=[block.block for block in blocks if block.state == "shared"],
+        cached=[block.block for block in blocks if block.state == "cached"],
+        labels=[grid.block_label(block, numbers) for block in blocks],
+        hover=hover,
+        size=13 if len(blocks) <= 40 else 11 if len(blocks) <= MANY_BLOCKS else 8,
+    )
+
+
+def _block_ids(place: grid.Grid) -> dict[str, Any]:
+    everywhere = range(place.num_blocks)
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": [round(place.x(i) - 0.43, 2) for i in everywhere],
+        "y": [round(place.base(i) + place.block_size, 3) for i in everywhere],
+        "text": [str(i) for i in everywhere],
+        "textposition": "top right",
+        "textfont": {"size": 9, "color": FAINT},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def _layout(place: grid.Grid, title: str) -> dict[str, Any]:
+    step = -(-place.rows // 20)
+    rows = range(0, place.rows, step)
+    return {
+        "height": 190 + max(100, min(620, place.rows * (58 if place.rows <= 5 else 46 if place.rows <= 10 else 30))),
+        "barmode": "overlay",
+        "title": heading(title),
+        "legend": {"itemclick": False, "itemdoubleclick": False, "font": {"size": 11}, "traceorder": "normal"},
+        "margin": {"t": 40, "l": 46},
+        "xaxis": axis(
+            range=[-0.6, place.columns - 0.4], showgrid=False, tickvals=_ticks(place.columns),
+            ticktext=[f"+{i}" for i in _ticks(place.columns)],
+        ),
+        "yaxis": axis(
+            range=[-place.rows * place.pitch - 0.1 * place.block_size, 0.1 * place.block_size], showgrid=False,
+            tickvals=[place.base(i * place.columns) + place.block_size / 2 for i in rows],
+            ticktext=[str(i * place.columns) for i in rows],
+        ),
+    }  # fmt: skip
+
+
+def _ticks(columns: int) -> list[int]:
+    every = 1 if columns <= 16 else 5
+    return list(range(0, columns, every))

@@ -1,0 +1,265 @@
+"""Block tables: each request's logical blocks in a row, and an arrow from every one to its place in the pool.
+
+    A ana   [ 1 ][ 4 ][ 2 ]
+    B bo    [ 1 ][ 5 ]
+              ╲    ╲             from the entry that says 4 to block 4
+    pool    ▢  ▣  ▣  ▢  ▣  ▣
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from labcore.recording import Recording
+from labcore.snapshot import RequestState, Snapshot
+from labcore.viz import grid
+from labcore.viz.block_map import MANY_BLOCKS
+from labcore.viz.picture import NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
+from labcore.viz.style import EMPTY, FAINT, INK, PAPER, colour, letter, safe, short
+
+MAX_ROWS = 8
+MAX_COLUMNS = 12
+MAX_ARROWS = 48
+ELLIPSIS = 7
+AXES = {"xaxis": "x", "yaxis": "y"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a block table and where it is drawn: request, logical index → physical block; row and column."""
+
+    request: RequestState
+    logical: int
+    block: int
+    row: int
+    column: int
+
+
+def block_tables(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Picture:
+    """Logical to physical: the tables of the first eight requests above, the pool below, arrows between.
+
+    step    the one shown at first; the last one when None
+    steps   those that the slider offers; all of them, or a sample that keeps the picture small, when None
+    """
+    if not recording.steps:
+        return nothing_recorded()
+    step, steps = chosen(recording, step, steps)
+    capacity = max(recording.num_blocks, len(recording.at(step).blocks))
+    numbers = grid.request_numbers(recording)
+    rows = max(1, max(min(MAX_ROWS + 1, len(recording.at(s).tables)) for s in steps))
+    place = grid.Grid(capacity, recording.block_size, top=rows + 1)
+
+    def layers(step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        snapshot = recording.at(step)
+        shown = entries(snapshot)
+        return (
+            _pool(snapshot, shown, place, numbers),
+            _tables(recording, snapshot, shown, place),
+            [_gaps(snapshot, place), _arrows(shown, place)],
+        )
+
+    def frame(step: int) -> dict[str, Any]:
+        pool, tables, rest = layers(step)
+        data = [*grid.changes(pool, moving=True), *grid.changes(tables, moving=True), *map(_moved, rest)]
+        snapshot = recording.at(step)
+        layout = {"title": {"text": headline(snapshot)}, "yaxis": _row_names(snapshot, place)}
+        return {"name": str(step), "traces": list(range(len(data))), "data": data, "layout": layout}
+
+    pool, tables, rest = layers(step)
+    widest = max((entry.column + 1 for s in steps for entry in entries(recording.at(s))), default=1)
+    layout = _layout(place, widest, recording.at(step))
+    frames = fit(frame, steps, step)
+    return picture(
+        [*pool, *tables, *rest, _empty_pool(place)], layout, block_tables_facts(recording, step), frames, step
+    )
+
+
+def entries(snapshot: Snapshot) -> list[Entry]:
+    """What is drawn: the first eight tables that hold blocks; of a long one, its first seven and last four entries."""
+    found = []
+    holders = [request for request in snapshot.requests.values() if request.blocks]
+    for row, request in enumerate(holders[:MAX_ROWS]):
+        length = len(request.blocks)
+        for logical, block in enumerate(request.blocks):
+            if length <= MAX_COLUMNS or logical < ELLIPSIS:
+                found.append(Entry(request, logical, block, row, logical))
+            elif logical >= length - (MAX_COLUMNS - ELLIPSIS - 1):
+                found.append(Entry(request, logical, block, row, logical - length + MAX_COLUMNS))
+    return found
+
+
+def headline(snapshot: Snapshot) -> str:
+    """`step 12   3 tables list 14 blocks; 12 different ones, 2 shared`."""
+    listed = [block for table in snapshot.tables.values() for block in table]
+    return (
+        f"step {snapshot.step}   {len(snapshot.tables)} tables list {len(listed)} blocks; "
+        f"{len(set(listed))} different ones, {snapshot.count('shared')} shared"
+    )
+
+
+def block_tables_facts(recording: Recording, step: int | None = None) -> Facts:
+    """Each table after one step (the last when None): logical → physical, and how full the last block is."""
+    if not recording.steps:
+        return NOTHING
+    snapshot = recording.at(recording.steps[-1] if step is None else step)
+    size = snapshot.block_size
+    table = []
+    holders = [request for request in snapshot.requests.values() if request.blocks]
+    for request in holders[:40]:
+        pieces = [f"{i}→{block}" for i, block in enumerate(request.blocks)]
+        if len(pieces) > MAX_COLUMNS:
+            pieces[ELLIPSIS : ELLIPSIS - MAX_COLUMNS + 1] = ["…"]
+        tail = request.num_computed_tokens - (len(request.blocks) - 1) * size
+        tokens = f"{request.num_computed_tokens:,} tokens"
+        table.append(
+            [letter(request.number), short(request.request_id), tokens, "  ".join(pieces) + f" ({tail}/{size})"]
+        )
+    more = [f"… and {len(holders) - 40} more"] if len(holders) > 40 else []
+    return Facts("\n".join([headline(snapshot), *columns(table), *more]))
+
+
+def _pool(snapshot: Snapshot, shown: list[Entry], place: grid.Grid, numbers: dict[str, int]) -> list[dict[str, Any]]:
+    """All blocks of a small pool; of a large one those that the tables above list."""
+    blocks = [block for block in snapshot.blocks[: place.num_blocks] if block.state != "free"]
+    if place.num_blocks > MANY_BLOCKS:
+        listed = {entry.block for entry in shown}
+        blocks = [block for block in blocks if block.block in listed]
+    cells = grid.Cells(
+        [place.x(b.block) for b in blocks], [place.base(b.block) for b in blocks], place.block_size, AXES
+    )
+    return cells.layers(
+        colours=[grid.block_colour(block, numbers) for block in blocks],
+        amounts=[grid.block_amount(block) for block in blocks],
+        shared=[i for i, block in enumerate(blocks) if block.state == "shared"],
+        cached=[i for i, block in enumerate(blocks) if block.state == "cached"],
+        labels=[grid.block_label(block, numbers) for block in blocks],
+        hover={"hovertext": [f"block {block.block}" for block in blocks], "hoverinfo": "text"},
+        size=8 if place.num_blocks > MANY_BLOCKS else 11,
+    )
+
+
+def _empty_pool(place: grid.Grid) -> dict[str, Any]:
+    """Every block of the pool, empty, behind everything else."""
+    everywhere = range(place.num_blocks)
+    return {
+        "type": "bar",
+        "x": [place.x(i) for i in everywhere],
+        "base": [place.base(i) for i in everywhere],
+        "y": [place.block_size] * place.num_blocks,
+        "width": 0.86,
+        "marker": {"color": EMPTY, "line": {"color": FAINT, "width": 0.7}},
+        "hovertemplate": "block %{pointNumber}<extra></extra>",
+        "showlegend": False,
+        "zorder": -2,
+    } | AXES
+
+
+def _tables(recording: Recording, snapshot: Snapshot, shown: list[Entry], place: grid.Grid) -> list[dict[str, Any]]:
+    size = snapshot.block_size
+    bases = [-round((entry.row + 1) * place.pitch, 3) for entry in shown]
+    cells = grid.Cells([entry.column for entry in shown], bases, size, AXES)
+    return cells.layers(
+        colours=[colour(entry.request.number) for entry in shown],
+        amounts=[max(0, min(size, e.request.num_computed_tokens - e.logical * size)) for e in shown],
+        shared=[i for i, entry in enumerate(shown) if snapshot.blocks[entry.block].state == "shared"],
+        cached=[],
+        labels=[str(entry.block) for entry in shown],
+        hover={
+            "hovertext": [
+                f"logical block {entry.logical} of {safe(short(entry.request.request_id, 40))}<br>"
+                + grid.block_hover(recording, snapshot, snapshot.blocks[entry.block])
+                for entry in shown
+            ],
+            "hoverinfo": "text",
+        },
+        size=11 if place.num_blocks <= MANY_BLOCKS else 8,
+    )
+
+
+def _gaps(snapshot: Snapshot, place: grid.Grid) -> dict[str, Any]:
+    """An ellipsis where entries of a long table are left out."""
+    holders = [request for request in snapshot.requests.values() if request.blocks][:MAX_ROWS]
+    long = [row for row, request in enumerate(holders) if len(request.blocks) > MAX_COLUMNS]
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": [ELLIPSIS] * len(long) or [None],
+        "y": [_middle(row, place) for row in long] or [None],
+        "text": "…",
+        "textfont": {"size": 11, "color": INK},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def _row_names(snapshot: Snapshot, place: grid.Grid) -> dict[str, Any]:
+    """Whose table each row is, and with which block each row of the pool begins."""
+    holders = [request for request in snapshot.requests.values() if request.blocks]
+    names = [f"{letter(request.number)} {safe(short(request.request_id, 14))}" for request in holders[:MAX_ROWS]]
+    if len(holders) > MAX_ROWS:
+        names.append(f"… and {len(holders) - MAX_ROWS} more")
+    every = -(-place.rows // 20)
+    pool_rows = range(0, place.rows, every)
+    return {
+        "tickvals": [_middle(row, place) for row in (*range(len(names)), *(place.top + row for row in pool_rows))],
+        "ticktext": [*names, *(str(row * place.columns) for row in pool_rows)],
+    }
+
+
+def _middle(row: int, place: grid.Grid) -> float:
+    return round(-(row + 1) * place.pitch + place.block_size / 2, 3)
+
+
+def _arrows(shown: list[Entry], place: grid.Grid) -> dict[str, Any]:
+    """From below each entry to above its block, behind the cells. In a large pool for the first table alone."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for entry in shown[:MAX_ARROWS] if place.num_blocks <= MANY_BLOCKS else [e for e in shown if e.row == 0]:
+        x += [entry.column, place.x(entry.block), None]
+        start = -(entry.row + 1) * place.pitch
+        y += [round(start, 3), round(place.base(entry.block) + place.block_size, 3), None]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": x or [None],
+        "y": y or [None],
+        "line": {"color": "#888", "width": 1.2},
+        "marker": {
+            "symbol": "arrow",
+            "angleref": "previous",
+            "color": "#444",
+            "size": [0, 9, 0] * (len(x) // 3) or [0],
+        },
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "zorder": -1,
+    }
+
+
+def _moved(trace: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: trace[key] for key in ("type", "x", "y", "text", "textposition") if key in trace}
+    return kept | ({"marker": {"size": trace["marker"]["size"]}} if "marker" in trace else {})
+
+
+def _layout(place: grid.Grid, widest: int, snapshot: Snapshot) -> dict[str, Any]:
+    rows = place.top + place.rows
+    notes = {"block tables: in logical order, each cell names a physical block": 0, "pool: physical blocks": place.top}
+    return {
+        "height": 170 + max(160, min(760, rows * (46 if rows <= 8 else 38 if rows <= 12 else 26))),
+        "barmode": "overlay",
+        "title": heading(headline(snapshot)),
+        "margin": {"t": 44, "l": 118},
+        "annotations": [
+            {"text": text, "x": -0.45, "y": round(-row * place.pitch - 0.45 * (place.pitch - place.block_size), 3),
+             "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 11, "color": FAINT},
+             "bgcolor": PAPER, "borderpad": 0}
+            for text, row in notes.items()
+        ],
+        "xaxis": axis(range=[-0.6, max(widest, place.columns) - 0.4], showgrid=False, showticklabels=False),
+        "yaxis": axis(
+            range=[-rows * place.pitch - 0.1 * place.block_size, 0.4 * place.block_size], showgrid=False,
+            **_row_names(snapshot, place),
+        ),
+    }  # fmt: skip

@@ -1,0 +1,201 @@
+"""Cells that fill up like glasses: how the pictures draw KV blocks, and where in the pool's grid each block stands.
+
+    ┌────┐     ▨ hatched: more than one owner        the letter names the owner, the height of the
+    │ AB │     ░ dotted:  nobody's, but cached       fill says how many of the block's slots hold KV
+    │▨▨▨▨│
+    └────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labcore.recording import Recording
+from labcore.snapshot import BlockState, Snapshot
+from labcore.viz.style import CACHED, EMPTY, FAINT, INK, colour, hatch, letter, safe, short
+
+GAP = 0.55
+CLEAR = "rgba(0,0,0,0)"
+LEGEND_REQUESTS = 12
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Block id → place. Rows run down from row `top`, block 0 at its left; a cell is 1 wide, `block_size` high."""
+
+    num_blocks: int
+    block_size: int
+    top: int = 0
+
+    @property
+    def columns(self) -> int:
+        for most, columns in ((10, self.num_blocks), (40, 8), (160, 16), (400, 25)):
+            if self.num_blocks <= most:
+                return max(1, columns)
+        return 40
+
+    @property
+    def rows(self) -> int:
+        return -(-self.num_blocks // self.columns)
+
+    @property
+    def pitch(self) -> float:
+        """Height of a row and the gap above it."""
+        return round(self.block_size * (1 + GAP), 3)
+
+    def x(self, block: int) -> int:
+        return block % self.columns
+
+    def base(self, block: int) -> float:
+        """Bottom of the cell."""
+        return -round((self.top + block // self.columns + 1) * self.pitch, 3)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Fixed places for cells and the four layers that show what is in them: paint, hatches, covers, letters.
+
+    A cell is painted whole, and what is empty of it covered again: most blocks are full or free, so a frame stores a
+    cover for few of them. All lists have one entry a cell.
+    """
+
+    x: Sequence[float]
+    base: Sequence[float]
+    height: int
+    axes: dict[str, str]
+
+    def layers(
+        self,
+        colours: Sequence[str],
+        amounts: Sequence[int],
+        shared: Sequence[int],
+        cached: Sequence[int],
+        labels: Sequence[str],
+        hover: dict[str, Any],
+        size: int,
+    ) -> list[dict[str, Any]]:
+        """colours; amounts 0 … height; cells to hatch and to dot, by index; labels of `size` points; hover settings."""
+        bars = {"type": "bar", "width": 0.86, "hoverinfo": "skip", "showlegend": False} | self.axes
+        whole = bars | {"x": list(self.x), "base": list(self.base), "y": [self.height] * len(self.x)}
+        covered = [i for i, amount in enumerate(amounts) if 0 < amount < self.height]
+        paint = whole | {"marker": {"color": list(colours), "line": {"width": 0}}}
+        hatches = bars | self._some([*shared, *cached])
+        hatches["marker"] = {
+            "color": CLEAR, "line": {"width": 0},
+            "pattern": hatch(CLEAR, "") | {"shape": ["/"] * len(shared) + ["."] * len(cached)},
+        }  # fmt: skip
+        covers = bars | {
+            "x": [self.x[i] for i in covered] or [None],
+            "base": [self.base[i] + amounts[i] for i in covered] or [None],
+            "y": [self.height - amounts[i] for i in covered] or [None],
+            "marker": {"color": EMPTY, "line": {"width": 0}},
+        }
+        letters = whole | {
+            "text": list(labels), "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+            "constraintext": "none", "insidetextfont": {"color": INK, "size": size},
+            "marker": {"color": CLEAR, "line": {"color": FAINT, "width": 0.7}},
+        }  # fmt: skip
+        return [paint, hatches, covers, letters | hover]
+
+    def _some(self, which: Sequence[int]) -> dict[str, Any]:
+        return {
+            "x": [self.x[i] for i in which] or [None],
+            "base": [self.base[i] for i in which] or [None],
+            "y": [self.height] * len(which) or [None],
+        }
+
+
+def changes(layers: Sequence[dict[str, Any]], moving: bool = False) -> list[dict[str, Any]]:
+    """What a frame has to store of the layers: the rest is in the figure once. moving: the cells' places change too."""
+    paint, hatches, covers, letters = layers
+    letters_only = {key: letters[key] for key in ("text", "hovertext") if key in letters}
+    return [
+        {"type": "bar", "marker": {"color": paint["marker"]["color"]}} | (_places(paint) if moving else {}),
+        {"type": "bar", "marker": {"pattern": {"shape": hatches["marker"]["pattern"]["shape"]}}} | _places(hatches),
+        {"type": "bar"} | _places(covers),
+        {"type": "bar"} | letters_only | (_places(letters) if moving else {}),
+    ]
+
+
+def _places(trace: dict[str, Any]) -> dict[str, Any]:
+    return {key: trace[key] for key in ("x", "base", "y")}
+
+
+def block_colour(block: BlockState, numbers: dict[str, int]) -> str:
+    """The first owner's colour, grey for a block that is only cached, white for a free one."""
+    if block.owners:
+        return colour(numbers[block.owners[0][0]])
+    return CACHED if block.state == "cached" else EMPTY
+
+
+def block_amount(block: BlockState) -> int:
+    """Tokens to draw: a free block may still hold old KV, but nobody can ask for it."""
+    return 0 if block.state == "free" else len(block.tokens)
+
+
+def block_label(block: BlockState, numbers: dict[str, int]) -> str:
+    """Letters of up to three owners, "×40" for more, "#" for a block that only the cache knows, "" for a free one."""
+    if not block.owners:
+        return "#" if block.state == "cached" else ""
+    letters = "".join(letter(numbers[name]) for name, _ in block.owners[:4])
+    return letters if block.refcount == 1 or len(letters) <= 3 else f"×{block.refcount}"
+
+
+def block_line(recording: Recording, snapshot: Snapshot, block: BlockState, length: int = 24) -> list[str]:
+    """What is to be said of one block, in pieces: owners, refcount, fill, text, hash."""
+    owners = " ".join(f"{short(name)}({index})" for name, index in block.owners) or block.state
+    pieces = [owners, f"refcount {block.refcount}", f"{block_amount(block)}/{snapshot.block_size}"]
+    text = recording.text(block.tokens)
+    pieces.append(f"“{short(text, length)}”" if text and block.state != "free" else "")
+    pieces.append(f"hash {block.hash[:8]}" if block.hash else "")
+    return pieces
+
+
+def block_hover(recording: Recording, snapshot: Snapshot, block: BlockState) -> str:
+    """Everything about one block, for the mouse."""
+    lines = [f"<b>block {block.block}</b> · {block.state}"]
+    if block.state == "free":
+        return f"{lines[0]}<br>since step {block.since}" if block.since else lines[0]
+    lines += [f"{safe(short(name, 40))}, logical block {index}" for name, index in block.owners[:6]]
+    if block.refcount > 6:
+        lines.append(f"… and {block.refcount - 6} more owners")
+    lines.append(f"refcount {block.refcount} · {block_amount(block)}/{snapshot.block_size} tokens")
+    text = recording.text(block.tokens)
+    if text:
+        lines.append(f"“{safe(short(text, 60))}”")
+    if block.hash:
+        lines.append(f"hash {safe(block.hash[:16])}")
+    lines.append(f"so since step {block.since}")
+    return "<br>".join(lines)
+
+
+def legend(names: dict[str, int], states: Sequence[str] = ("shared", "cached", "free")) -> list[dict[str, Any]]:
+    """Legend entries, as traces without data: what the patterns mean, and which letter is whose."""
+    looks = {"shared": ("/", EMPTY, "shared"), "cached": (".", CACHED, "# cached, free"), "free": ("", EMPTY, "free")}
+    entries = [looks[state] for state in states]
+    ordered = sorted(names.items(), key=lambda item: item[1])
+    entries += [("", colour(number), f"{letter(number)} {short(name)}") for name, number in ordered[:LEGEND_REQUESTS]]
+    traces = [
+        {
+            "type": "bar", "x": [None], "y": [None], "name": safe(name), "hoverinfo": "skip",
+            "marker": {"color": fill, "line": {"color": FAINT, "width": 0.7},
+                       "pattern": hatch(fill, shape)},
+        }
+        for shape, fill, name in entries
+    ]  # fmt: skip
+    if len(ordered) > LEGEND_REQUESTS:
+        more = f"… and {len(ordered) - LEGEND_REQUESTS} more"
+        blank = {"type": "scatter", "mode": "lines", "line": {"color": CLEAR}, "hoverinfo": "skip"}
+        traces.append(blank | {"x": [None], "y": [None], "name": more})
+    return traces
+
+
+def request_numbers(recording: Recording) -> dict[str, int]:
+    """Every request id of the run and its number, which gives its letter and its colour."""
+    names: dict[str, int] = {}
+    for event in recording.events():
+        if event.kind == "arrive":
+            names.setdefault(event.request, len(names))
+    return names
