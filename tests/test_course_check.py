@@ -16,10 +16,11 @@ import pytest
 
 from labcore.blocks import BlockPool
 from labcore.course import specs
-from labcore.course.exercises import Exercise, expect_equal, find_exercise, show
+from labcore.course.exercises import Exercise, expect_equal, find_exercise
 from labcore.course.limit import run_limited
 from labcore.course.record import load_progress, progress_path
 from labcore.course.session import Session, judge
+from labcore.course.wording import show
 
 
 @pytest.fixture(autouse=True)

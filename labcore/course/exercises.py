@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from labcore.course import specs
+from labcore.course.wording import show
 
 EXERCISE_ID = re.compile(r"(\d\d)\.([a-z][a-z0-9_]*)")
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 
 
 class Mismatch(Exception):
@@ -150,19 +150,6 @@ def expect_attributes(obj: Any, *names: str) -> None:
     for name in names:
         if not hasattr(obj, name):
             raise Mismatch(f"{getattr(obj, '__name__', 'your object')} has no `{name}` yet", "", 1)
-
-
-def show(value: Any, width: int = 80) -> str:
-    """`value` in one short line that reads the same in every run: sets sorted, no addresses."""
-    try:
-        if isinstance(value, (set, frozenset)) and value:
-            text = "{" + ", ".join(sorted(show(item) for item in value)) + "}"
-        else:
-            text = repr(value)
-    except Exception as error:
-        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    text = _ADDRESS.sub("0x…", " ".join(text.split()))
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def find_exercise(exercise_id: str) -> Exercise | None:

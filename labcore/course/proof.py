@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labcore.course.exercises import show
 from labcore.course.limit import run_limited, same_random_state
 from labcore.course.place import place_of_error
+from labcore.course.wording import shorten, wrapped
 
 if TYPE_CHECKING:
     from labcore.engine import Engine
@@ -46,8 +46,8 @@ PROMPTS = (
     "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The quick brown",
     "List five animals that live in the forest:",
 )
-MAX_TOKENS = 24
-ENGINE = {"block_size": 4, "num_blocks": 48, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "seed": 0}
+MAX_TOKENS = 16
+ENGINE = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "seed": 0}
 LIMIT_SECONDS = 300
 
 
@@ -65,6 +65,7 @@ class Flight:
     """One engine's run over the prompts: its steps, and how it ended if not well."""
 
     steps: list[StepFacts] = field(default_factory=list)
+    num_preemptions: int = 0
     trouble: str = ""
 
     def final_tokens(self) -> dict[str, list[int]]:
@@ -80,7 +81,7 @@ class Proof:
     what: str
 
     def __str__(self) -> str:
-        return f"prove {self.name}   {'same' if self.same else 'not the same'} — {self.what}"
+        return wrapped(f"prove {self.name}", f"{'same' if self.same else 'not the same'} — {self.what}")
 
 
 def prove(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-135m", **parts: Any) -> None:
@@ -102,7 +103,7 @@ def prove(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-
 
 def find_seam(part: Any, parts: dict[str, Any]) -> tuple[str, Any]:
     """The argument of LLM that a part belongs to. Raises ValueError if there is none, or not exactly one part."""
-    if (part is None) + len(parts) != 1 + (part is None and not parts) or (part is not None and parts):
+    if len(parts) + (part is not None) != 1:
         raise ValueError("give one part, prove(BlockPool) or prove(block_pool=BlockPool).")
     if parts:
         ((seam, part),) = parts.items()
@@ -155,36 +156,37 @@ def fly(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, flight: Flig
         engine.add_request(f"r{number}", _encode(loaded, prompt), params)
     while engine.has_unfinished_requests() and len(flight.steps) < max_steps:
         flight.steps.append(_step(engine))
+        flight.num_preemptions = engine.stats()["num_preemptions"]
         engine.check_integrity()
     return flight
 
 
 def judge_flights(name: str, ours: Flight, theirs: Flight, may_plan: bool) -> Proof:
     """Compare two flights. With `may_plan`, only what each request says in the end must be the same."""
-    parting = next((n for n, (a, b) in enumerate(zip(ours.steps, theirs.steps, strict=False), 1) if a != b), None)
-    if parting is not None and not (may_plan and ours.final_tokens() == theirs.final_tokens() and not theirs.trouble):
-        step_ours, step_theirs = ours.steps[parting - 1], theirs.steps[parting - 1]
-        if not may_plan or step_ours.tokens.keys() == step_theirs.tokens.keys():
-            return Proof(name, False, f"they part at step {parting}: {_difference(step_ours, step_theirs)}")
+    parting = first_difference(ours.steps, theirs.steps)
+    if parting and not may_plan:
+        ours_then, theirs_then = ours.steps[parting - 1], theirs.steps[parting - 1]
+        trouble = f" Then {theirs.trouble}." if theirs.trouble and parting == len(theirs.steps) else ""
+        return Proof(name, False, f"they part at step {parting}: {_difference(ours_then, theirs_then)}{trouble}")
     if theirs.trouble:
-        return Proof(name, False, f"step {len(theirs.steps) + 1}: {theirs.trouble}")
-    if ours.final_tokens() != theirs.final_tokens():
-        missing = [r for r, tokens in ours.final_tokens().items() if theirs.final_tokens().get(r) != tokens]
-        return Proof(
-            name, False, f"after {len(theirs.steps)} steps {', '.join(missing)} had not said the same as in ours."
-        )
-    count = sum(len(tokens) for tokens in ours.final_tokens().values())
-    said = f"{len(PROMPTS)} prompts, {count} tokens, all identical"
-    if parting is None and len(ours.steps) == len(theirs.steps):
-        return Proof(name, True, f"{said}; free blocks and table lengths agree after each of {len(ours.steps)} steps.")
-    if not may_plan:
-        return Proof(name, False, f"{said}, but it took {len(theirs.steps)} steps, ours {len(ours.steps)}.")
-    return Proof(
-        name,
-        True,
-        f"{said}, in {len(theirs.steps)} steps (ours {len(ours.steps)}); it plans differently from "
-        f"step {parting or min(len(ours.steps), len(theirs.steps)) + 1} on.",
-    )
+        return Proof(name, False, f"all well for {len(theirs.steps)} steps, then {theirs.trouble}.")
+    for request, tokens in ours.final_tokens().items():
+        if theirs.final_tokens().get(request) != tokens:
+            return Proof(name, False, _other_words(request, tokens, theirs.final_tokens().get(request, [])))
+    said = f"{len(ours.final_tokens())} prompts, {sum(map(len, ours.final_tokens().values()))} tokens, all identical"
+    steps = f"{len(ours.steps)} steps and {ours.num_preemptions} preemptions"
+    if ours.steps == theirs.steps:
+        return Proof(name, True, f"{said}; free blocks and table lengths agree throughout {steps}.")
+    their_steps = f"{len(theirs.steps)} steps and {theirs.num_preemptions} preemptions"
+    if may_plan:
+        return Proof(name, True, f"{said}; it plans otherwise, {their_steps}, ours {steps}.")
+    return Proof(name, False, f"{said}, but {their_steps}, ours {steps}.")
+
+
+def first_difference(ours: list[StepFacts], theirs: list[StepFacts]) -> int | None:
+    """The first step, from 1, after which two flights differ; None if they agree as long as both go on."""
+    steps = enumerate(zip(ours, theirs, strict=False), 1)
+    return next((number for number, (a, b) in steps if a != b), None)
 
 
 def _step(engine: Engine) -> StepFacts:
@@ -203,27 +205,36 @@ def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
 
 def _difference(ours: StepFacts, theirs: StepFacts) -> str:
     """The first thing in which two steps differ, in words. Tables first: they are the cause, tokens the consequence."""
+    free = f"{theirs.num_free} blocks are free, in ours {ours.num_free}."
     if ours.tables.keys() != theirs.tables.keys():
-        return f"{_names(theirs.tables)} run, in ours {_names(ours.tables)}."
+        return f"{_names(theirs.tables)} run on, in ours {_names(ours.tables)}; {free}"
     for request, (blocks, tokens) in ours.tables.items():
         if theirs.tables[request] != (blocks, tokens):
-            their_blocks, their_tokens = theirs.tables[request]
-            return (
-                f"{request}'s table has {their_blocks} blocks for {their_tokens} tokens, in ours {blocks} for {tokens}."
-            )
+            got, held = theirs.tables[request]
+            return f"{request}'s table has {got} blocks for {held} tokens, in ours {blocks} for {tokens}; {free}"
     if ours.num_free != theirs.num_free:
-        return f"{theirs.num_free} blocks are free, in ours {ours.num_free}."
+        return free
     for request, tokens in ours.tokens.items():
         if theirs.tokens.get(request) != tokens:
-            got = show(theirs.tokens.get(request, [])[-1:])
-            return f"{request}'s token {len(tokens)} is {got}, in ours {show(tokens[-1:])}: it saw KV of another."
+            return _other_words(request, tokens, theirs.tokens.get(request, []))
     return f"{_names(theirs.tokens)} gained a token, in ours {_names(ours.tokens)}."
 
 
+def _other_words(request: str, ours: list[int], theirs: list[int]) -> str:
+    place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    got, wanted = (tokens[place] if place < len(tokens) else "missing" for tokens in (theirs, ours))
+    return f"token {place + 1} of {request} is {got}, in ours {wanted}: it attended to KV that is not its own."
+
+
 def _names(requests: dict[str, Any]) -> str:
-    return ", ".join(sorted(requests)) or "nobody"
+    return ", ".join(sorted(requests)) or "none"
 
 
 def _said(error: BaseException) -> str:
+    """An error of the part, or a finding of the engine's audit, in words."""
+    from labcore.integrity import IntegrityError
+
+    if isinstance(error, IntegrityError):
+        return f"the engine's audit finds: {shorten(str(error), 160)}"
     place = place_of_error(error)
-    return f"{type(error).__name__}: {show(str(error), 160)[1:-1]}" + (f" ({place})" if place else "")
+    return f"it raised {type(error).__name__}: {shorten(str(error), 160)}" + (f" {place}" if place else "")

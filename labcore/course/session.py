@@ -10,7 +10,6 @@ lines of text that read the same in every run, so that nbval can compare them:
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +21,13 @@ from labcore.course.exercises import (
     notebook_exercises,
     notebooks_with_exercises,
     resolve,
-    show,
 )
 from labcore.course.limit import run_limited, same_random_state
 from labcore.course.place import place_of_error
 from labcore.course.record import Progress, load_progress, progress_path, progress_table
+from labcore.course.wording import sentence, shorten, wrapped
 
 LIMIT_SECONDS = 20
-WIDTH = 116
 YOUR_TURN = "your turn: "  # what the stub of an unwritten function raises, before its exercise's id
 
 
@@ -44,13 +42,12 @@ class Verdict:
     hint: int = 0  # 0: no hint fits
 
     def __str__(self) -> str:
-        indent = len(self.exercise_id) + 3
-        came = f"{self.exercise_id}   {'done' if self.done else 'not yet'} — {_sentence(self.what)}"
-        expected = f"{' ' * indent}expected {_sentence(self.expected)}" if self.expected else ""
+        came = f"{'done' if self.done else 'not yet'} — {sentence(self.what)}"
         nudge = f"   hint({self.hint}) for a nudge" if self.hint else ""
-        if not expected:
-            return "\n".join(_wrap(came + nudge, indent))
-        return "\n".join(_wrap(came, indent) + _wrap(expected + nudge, indent))
+        if not self.expected:
+            return wrapped(self.exercise_id, came + nudge)
+        blank = " " * len(self.exercise_id)
+        return wrapped(self.exercise_id, came) + "\n" + wrapped(blank, f"expected {sentence(self.expected)}{nudge}")
 
 
 def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict:
@@ -71,7 +68,7 @@ def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict
         missing = str(error)[len(YOUR_TURN) :]
         what = "nothing is written here yet" if missing == exercise.id else f"{missing} comes first"
         return Verdict(exercise.id, False, what, hint=1)
-    place, said = place_of_error(error), show(str(error)).strip("'\"")
+    place, said = place_of_error(error), shorten(str(error))
     message = f"{type(error).__name__}: {said}" if said else type(error).__name__
     what = f"it raised {message} {place}" if place else f"what it gave can't be used: {message}"
     return Verdict(exercise.id, False, what.rstrip(), hint=1)
@@ -130,8 +127,7 @@ class Session:
         level = level or self.hints_given.get(exercise.id, 0) + 1
         level = max(1, min(level, len(exercise.hints)))
         self.hints_given[exercise.id] = level
-        lead = f"{exercise.id}   hint {level} of {len(exercise.hints)} — "
-        self.tell("\n".join(_wrap(lead + exercise.hints[level - 1], indent=len(exercise.id) + 3)))
+        self.tell(wrapped(exercise.id, f"hint {level} of {len(exercise.hints)} — {exercise.hints[level - 1]}"))
 
     def progress(self, notebook: str | int | None = None) -> None:
         """Which exercises are done, in one notebook ("02") or in all, how many minutes are left, what comes next."""
@@ -158,15 +154,6 @@ class Session:
             known = known or [f"{number}.…" for number in notebooks_with_exercises()]
             self.tell(f"there is no exercise {exercise_id!r} — there are: {', '.join(known) or 'none at all'}.")
         return exercise
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?", "…")) else text + "."
-
-
-def _wrap(text: str, indent: int) -> list[str]:
-    """Lines of at most WIDTH characters; all but the first are indented."""
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 _session = Session()
