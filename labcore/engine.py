@@ -7,14 +7,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+
+from torch import Tensor
 
 from labcore.blocks import BlockPool
 from labcore.config import EngineConfig
 from labcore.detokenize import Detokenizer
+from labcore.gate import Gate
 from labcore.integrity import check_integrity
 from labcore.models import LoadedModel
 from labcore.output_processor import Completion, CompletionGroup
@@ -56,6 +57,7 @@ class Engine:
         self.runner = runner
         self.recorder = recorder
         self.sampler = Sampler(loaded.eos_token_ids)
+        self.gate = Gate(config, loaded, scheduler.pool)
         self._clock = clock
         self._arrivals = 0
         self._groups: dict[str, CompletionGroup] = {}
@@ -89,9 +91,8 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         prompt = self.check_request(request_id, prompt_token_ids, params, priority, arrival_time)
-        max_tokens = self.output_limit(len(prompt), params)
+        max_tokens = self.gate.output_limit(len(prompt), params)
         arrival_time = self._clock() if arrival_time is None else float(arrival_time)
-        ids = [request_id] if params.n == 1 else [f"{request_id}/{k}" for k in range(params.n)]
         completions = [
             Completion(
                 k,
@@ -109,7 +110,7 @@ class Engine:
                 ),
                 Detokenizer(self.loaded.tokenizer, prompt, params),
             )
-            for k, name in enumerate(ids)
+            for k, name in enumerate(sequence_ids(request_id, params))
         ]
         self._arrivals += params.n
         group = self._groups[request_id] = CompletionGroup(request_id, completions)
@@ -118,9 +119,10 @@ class Engine:
             self._requests[request.request_id] = request
             self._completions[request.request_id] = completion
             self._owners[request.request_id] = group
-            self.scheduler.add(request)
             if self.recorder is not None:
                 self.recorder.added(request)
+        leader, *followers = group.requests
+        self.scheduler.add(leader, followers)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return an output for each request that gained a token in it.
@@ -135,10 +137,12 @@ class Engine:
         plan = self.scheduler.schedule()
         self._note_scheduled(plan)
         try:
-            requests, logits = self.runner.run(plan, self._requests)
+            requests, logits = self._with_followers(*self.runner.run(plan, self._requests))
             tokens = self.sampler(logits, requests) if requests else []
         except BaseException:
             self.scheduler.roll_back([self._requests[i] for i in plan.num_scheduled_tokens])
+            if self.recorder is not None:
+                self.recorder.end_step(self.pool)
             raise
         return self._update(plan, requests, tokens)
 
@@ -168,7 +172,7 @@ class Engine:
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters by the names of the contract; kv_cache_usage is the share of blocks in use, 0 … 1."""
         pool, scheduler = self.pool, self.scheduler
-        waiting = list(scheduler.waiting)
+        waiting = [*scheduler.waiting, *scheduler.followers.values()]
         num_swapped = sum(request.status is RequestStatus.SWAPPED for request in waiting)
         return {
             "num_running": len(scheduler.running),
@@ -187,62 +191,19 @@ class Engine:
         check_integrity(self.scheduler, self._requests.values())
 
     def check_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int, arrival_time: float | None
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
     ) -> list[int]:
-        """The prompt as a list of ints, if the request can be served; raises ValueError if not, and changes nothing."""
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty.")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params is {params!r}; it must be a SamplingParams.")
-        vocab_size = self.loaded.vocab_size
-        if any(token >= vocab_size for token in params.stop_token_ids):
-            raise ValueError(
-                f"stop_token_ids is {list(params.stop_token_ids)}; each must be a token id, 0 … {vocab_size - 1:,} for this model."
-            )
-        names = {request_id} | {f"{request_id}/{k}" for k in range(params.n if params.n > 1 else 0)}
-        taken = sorted(names & (self._groups.keys() | self._requests.keys()))
-        if taken:
+        """The prompt as a list of ints, if the request can be served; raises ValueError if not. Changes nothing."""
+        prompt = self.gate.check(request_id, prompt_token_ids, params, priority, arrival_time)
+        names = {request_id, *sequence_ids(request_id, params)}
+        if taken := sorted(names & (self._groups.keys() | self._requests.keys())):
             raise ValueError(f"request_id {taken[0]!r} is in use; give each unfinished request an id of its own.")
-        if not isinstance(priority, Integral) or isinstance(priority, bool):
-            raise ValueError(f"priority is {priority!r}; it must be a whole number (a smaller one goes first).")
-        if arrival_time is not None and not (isinstance(arrival_time, Real) and math.isfinite(arrival_time)):
-            raise ValueError(f"arrival_time is {arrival_time!r}; it must be a finite number of seconds, or None for now.")
-        Detokenizer(self.loaded.tokenizer, (), params)  # refuses stop strings where there is no text to find them in
-        prompt = self._check_prompt(prompt_token_ids)
-        self._check_room(request_id, len(prompt), params)
         return prompt
-
-    def output_limit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Most output tokens of a request: its own max_tokens, or what max_model_len leaves."""
-        room = self.config.max_model_len - num_prompt_tokens
-        return room if params.max_tokens is None else min(params.max_tokens, room)
-
-    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        prompt, vocab_size = list(prompt_token_ids), self.loaded.vocab_size
-        if not prompt:
-            raise ValueError("prompt is empty; it must have at least 1 token.")
-        for position, token in enumerate(prompt):
-            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt token {position} is {token!r}; it must be a token id, 0 … {vocab_size - 1:,} for this model."
-                )
-        return [int(token) for token in prompt]
-
-    def _check_room(self, request_id: str, num_prompt_tokens: int, params: SamplingParams) -> None:
-        longest = self.config.max_model_len
-        if num_prompt_tokens >= longest:
-            raise ValueError(
-                f"prompt has {num_prompt_tokens:,} tokens; this engine can hold at most {longest:,} (max_model_len), one of "
-                f"them for the answer. Shorten it, or pass a larger max_model_len (the model goes up to "
-                f"{self.loaded.max_positions:,})."
-            )
-        limit = self.output_limit(num_prompt_tokens, params)
-        needed = -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)
-        if needed > self.pool.num_blocks:
-            raise ValueError(
-                f"request {request_id!r} needs {needed:,} blocks when finished, the pool has {self.pool.num_blocks:,}: lower "
-                f"max_tokens (now {limit:,}) or give the pool more memory (num_blocks, kv_cache_memory_gb)."
-            )
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is not None:
@@ -258,12 +219,26 @@ class Engine:
         if self.recorder is not None:
             self.recorder.scheduled(plan, [self._requests[i] for i in plan.num_scheduled_tokens])
 
+    def _with_followers(self, requests: list[Request], logits: Tensor) -> tuple[list[Request], Tensor]:
+        """A follower draws its first token from the very logits of its leader: [S, V] → [S + followers, V]."""
+        if not self.scheduler.followers:
+            return requests, logits
+        rows, everyone = [], []
+        for row, request in enumerate(requests):
+            group = self._owners[request.request_id].requests if not request.output_token_ids else [request]
+            everyone += group
+            rows += [row] * len(group)
+        return everyone, logits[rows]
+
     def _update(
         self, plan: SchedulerOutput, requests: list[Request], tokens: list[SampledToken]
     ) -> list[RequestOutput]:
         now = self._clock()
         for request_id, n in plan.num_scheduled_tokens.items():
             self.scheduler.computed(self._requests[request_id], n)
+        for request in requests:  # before any of them can end, and give back the blocks that are to be shared
+            if request.request_id in self.scheduler.followers:
+                self.scheduler.follow(request, leader=self._owners[request.request_id].requests[0])
         gained: dict[str, CompletionGroup] = {}
         for request, token in zip(requests, tokens, strict=True):
             group = self._owners[request.request_id]
@@ -292,3 +267,8 @@ class Engine:
 
     def _close(self, group: CompletionGroup) -> None:
         del self._groups[group.request_id]
+
+
+def sequence_ids(request_id: str, params: SamplingParams) -> list[str]:
+    """Ids of the n sequences that serve a request: its own if there is one, else its own and their number."""
+    return [request_id] if params.n == 1 else [f"{request_id}/{k}" for k in range(params.n)]

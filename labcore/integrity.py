@@ -27,10 +27,11 @@ def check_integrity(scheduler: Scheduler, requests: Iterable[Request]) -> None:
 
 def check_states(scheduler: Scheduler, requests: list[Request]) -> None:
     """Each unfinished request is in exactly one queue, the one its status names."""
-    places = Counter(id(r) for r in scheduler.running) + Counter(id(r) for r in scheduler.waiting)
+    waiting = [*scheduler.waiting, *scheduler.followers.values()]
+    places = Counter(id(request) for request in [*scheduler.running, *waiting])
     for request in requests:
         running = request.status is RequestStatus.RUNNING
-        queue = scheduler.running if running else list(scheduler.waiting)
+        queue = scheduler.running if running else waiting
         expect(places.pop(id(request), 0) == 1, f"request {request.request_id!r} is not in exactly one queue")
         expect(any(r is request for r in queue), f"request {request.request_id!r} is {request.status.value}, not queued so")
     expect(not places, f"{len(places)} requests are queued that the engine doesn't know")

@@ -135,7 +135,7 @@ class LLM:
             )
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
         for request in zip(ids, prompts, params, priorities, strict=True):
-            engine.check_request(*request, arrival_time=None)
+            engine.check_request(*request)
         done: dict[str, RequestOutput] = {}
         try:
             for request in zip(ids, prompts, params, priorities, strict=True):

@@ -57,6 +57,10 @@ class CompletionGroup:
         self.completions = completions
 
     @property
+    def requests(self) -> list[Request]:
+        return [completion.request for completion in self.completions]
+
+    @property
     def finished(self) -> bool:
         return all(completion.output.finish_reason is not None for completion in self.completions)
 
@@ -73,7 +77,7 @@ class CompletionGroup:
         )
 
     def _metrics(self) -> RequestMetrics:
-        requests = [completion.request for completion in self.completions]
+        requests = self.requests
         first_tokens = [m.first_token_time for m in (r.metrics for r in requests) if m.first_token_time is not None]
         return RequestMetrics(
             arrival_time=requests[0].arrival_time,

@@ -31,7 +31,7 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence of tokens. A request with n > 1 is served as n of these (see `labcore.sampling_group`).
+    """One sequence of tokens. What a caller asks with n > 1 is served as n of these: one leads, n - 1 follow it.
 
     arrival       position in the order of arrival; a preempted request keeps it, and so keeps its place
     arrival_step  scheduler step in which it was queued
@@ -88,8 +88,3 @@ class Request:
         if start >= split:
             return self.output_token_ids[start - split : stop - split]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - split)]
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """KV slots that the request can come to need; the last output token is sampled but never computed."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1

@@ -142,7 +142,7 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Keeps every unfinished request in exactly one of `waiting` and `running`, and plans one step at a time.
+    """Keeps every unfinished request in exactly one of `waiting`, `running` and `followers`; plans one step at a time.
 
     pool             block pool that the tables of running requests draw from
     max_num_seqs     most requests running at once
@@ -173,23 +173,44 @@ class Scheduler:
         self.watermark = watermark
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
+        self.followers: dict[str, Request] = {}
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._step = 0
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Whether it can ever fit was checked before (`Engine.add_request`)."""
-        request.table = BlockTable(self.pool)
-        request.arrival_step = self._step
-        request.status = RequestStatus.WAITING
+    def add(self, request: Request, followers: Sequence[Request] = ()) -> None:
+        """Queue a request. Whether it can ever fit was checked before (`Engine.add_request`).
+
+        followers: requests with the same prompt. They stand aside until it is computed, and then `follow`.
+        """
+        for newcomer in (request, *followers):
+            newcomer.table = BlockTable(self.pool)
+            newcomer.arrival_step = self._step
+            newcomer.status = RequestStatus.WAITING
         self.waiting.push(request)
+        self.followers.update((follower.request_id, follower) for follower in followers)
+
+    def follow(self, follower: Request, leader: Request) -> None:
+        """The leader's prompt is computed: the follower shares its blocks, the partly filled one too, and runs beside it.
+
+        Where all sequence slots are taken it queues instead, and computes the prompt again or finds it in the cache.
+        """
+        del self.followers[follower.request_id]
+        if len(self.running) == self.max_num_seqs:
+            self.waiting.push(follower)
+            return
+        follower.table = leader.table.fork()
+        follower.num_computed_tokens = leader.num_computed_tokens
+        follower.num_cached_tokens = leader.num_cached_tokens
+        follower.prefix_chain = list(leader.prefix_chain)
+        self._run(follower)
 
     def finish(self, request: Request) -> None:
         """Take a request out, whatever it is doing, and give its blocks back."""
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
-        else:
+        elif self.followers.pop(request.request_id, None) is None:
             self.waiting.discard(request)
         request.table.free()
         request.status = RequestStatus.FINISHED
@@ -300,6 +321,9 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_cached_tokens
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=self.policy.entitlement)
 

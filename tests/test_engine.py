@@ -124,6 +124,42 @@ def test_n_continuations_come_back_together_in_order_and_are_drawn_apart(loaded)
     llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+@pytest.mark.parametrize("length", [5, 8, 13])
+def test_a_prompt_is_computed_once_for_all_its_continuations_and_only_its_tail_is_copied(loaded, length, max_tokens):
+    """Length 8 fills its blocks: nothing is copied. The last to write a shared tail owns it alone, so n - 1 copies do."""
+    llm = poisoned_llm(loaded, num_blocks=64, block_size=4, enable_prefix_caching=False, record=True)
+    params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=max_tokens, ignore_eos=True)
+    engine = llm.engine
+    engine.add_request("r", prompts(length)[0], params)
+    plans, schedule = [], engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    output = run(engine)["r"]
+    assert plans[0].num_scheduled_tokens == {"r/0": length} and all(plan.num_tokens == 4 for plan in plans[1:])
+    copies = sum(len(plan.block_copies) for plan in plans)
+    assert copies == (3 if length % 4 and max_tokens > 1 else 0)
+    for k, completion in enumerate(output.outputs):
+        alone = SamplingParams(temperature=1.0, seed=5 + k, max_tokens=max_tokens, ignore_eos=True)
+        solo = poisoned_llm(loaded, num_blocks=64, block_size=4).generate(prompts(length), alone)[0]
+        assert completion.token_ids == solo.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("n, others", [(12, 0), (8, 0), (9, 0), (12, 1)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_more_continuations_than_sequence_slots_come_in_waves(loaded, n, others, caching):
+    llm = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=8, enable_prefix_caching=caching)
+    for i in range(others):
+        llm.engine.add_request(f"other{i}", prompts(7)[0], flat_out(20))
+    params = SamplingParams(n=n, temperature=1.0, seed=3, max_tokens=5, ignore_eos=True)
+    llm.engine.add_request("r", prompts(10)[0], params)
+    outputs = run(llm.engine, limit=200)["r"].outputs
+    assert [c.index for c in outputs] == list(range(n)) and all(len(c.token_ids) == 5 for c in outputs)
+    for k in (0, n - 1):
+        alone = SamplingParams(temperature=1.0, seed=3 + k, max_tokens=5, ignore_eos=True)
+        solo = poisoned_llm(loaded, num_blocks=64, block_size=4).generate(prompts(10), alone)[0]
+        assert outputs[k].token_ids == solo.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("state", ["waiting", "running", "mid-prefill", "one of n"])
 def test_abort_ends_a_request_in_any_state_and_gives_what_there_is(loaded, state):
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=10).engine

@@ -1,0 +1,83 @@
+"""The gate: what can't be served is refused here, by name and range, before anything is queued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+from labcore.blocks import BlockPool
+from labcore.config import EngineConfig
+from labcore.detokenize import Detokenizer
+from labcore.models import LoadedModel
+from labcore.sampling_params import SamplingParams
+
+
+class Gate:
+    """Knows what one engine can hold. config: with `max_model_len` resolved."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, pool: BlockPool) -> None:
+        self.config = config
+        self.loaded = loaded
+        self.pool = pool
+
+    def check(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float | None,
+    ) -> list[int]:
+        """The prompt as a list of ints. Raises ValueError, with the field, its value and its range, for a bad request."""
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty.")
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
+            raise ValueError(f"priority is {priority!r}; it must be a whole number (a smaller one goes first).")
+        if arrival_time is not None and not (isinstance(arrival_time, Real) and math.isfinite(arrival_time)):
+            raise ValueError(f"arrival_time is {arrival_time!r}; it must be a finite number of seconds, or None for now.")
+        self._check_params(params)
+        prompt = self._check_prompt(prompt_token_ids)
+        self._check_room(request_id, len(prompt), params)
+        return prompt
+
+    def output_limit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most output tokens of a request: its own max_tokens, or what max_model_len leaves."""
+        room = self.config.max_model_len - num_prompt_tokens
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {params!r}; it must be a SamplingParams.")
+        beyond = [token for token in params.stop_token_ids if token >= self.loaded.vocab_size]
+        if beyond:
+            raise ValueError(f"stop_token_ids has {beyond[0]}; each must be a token id, {self._token_range()}.")
+        Detokenizer(self.loaded.tokenizer, (), params)  # refuses stop strings where there is no text to find them in
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        prompt, vocab_size = list(prompt_token_ids), self.loaded.vocab_size
+        if not prompt:
+            raise ValueError("prompt is empty; it must have at least 1 token.")
+        for position, token in enumerate(prompt):
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise ValueError(f"prompt token {position} is {token!r}; it must be a token id, {self._token_range()}.")
+        return [int(token) for token in prompt]
+
+    def _check_room(self, request_id: str, num_prompt_tokens: int, params: SamplingParams) -> None:
+        longest = self.config.max_model_len
+        if num_prompt_tokens >= longest:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens:,} tokens; this engine can hold at most {longest:,} (max_model_len), one of "
+                "them for the answer — shorten it, or pass a larger max_model_len (the model goes up to "
+                f"{self.loaded.max_positions:,})."
+            )
+        limit = self.output_limit(num_prompt_tokens, params)
+        needed = -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)  # the last token needs no KV
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"request {request_id!r} needs {needed:,} blocks when finished, the pool has {self.pool.num_blocks:,} — lower "
+                f"max_tokens (now {limit:,}) or give the pool more memory (num_blocks, kv_cache_memory_gb)."
+            )
+
+    def _token_range(self) -> str:
+        return f"0 … {self.loaded.vocab_size - 1:,} for this model"
