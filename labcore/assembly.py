@@ -40,16 +40,17 @@ def make_engine(
     refuse_unbuilt(config)
     config, pool = resolve_pool(config, loaded, block_pool)
     cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
+    prefixes = built(prefix_cache or default_prefix_cache(config), pool.block_size)
     planner = (scheduler or Scheduler)(
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunking=built(chunking or default_chunking(config)),
-        prefix_cache=built(prefix_cache or default_prefix_cache(config), pool.block_size),
+        prefix_cache=prefixes,
         preemption=built(preemption or Recompute),
         policy=make_policy(config),
     )
-    recorder = make_recorder(config, loaded, pool) if config.record else None
+    recorder = make_recorder(config, loaded, pool, prefixes) if config.record else None
     return Engine(config, loaded, planner, ModelRunner(loaded, cache, backend), recorder)
 
 
@@ -100,13 +101,15 @@ def default_chunking(config: EngineConfig) -> ChunkPolicy:
     return ChunkedPrefill() if config.enable_chunked_prefill else WholePrompts(config.max_num_seqs)
 
 
-def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool) -> Recorder:
-    """A flight recorder that knows the pool's shape and can turn tokens into text."""
+def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache) -> Recorder:
+    """A flight recorder that knows the pool's shape, what the prefix cache holds, and can turn tokens into text."""
     return Recorder(
         pool.num_blocks,
         pool.block_size,
+        num_host_blocks=config.num_host_blocks,
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
+        hash_of=getattr(prefixes, "hash_of", None),
         decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
     )
 

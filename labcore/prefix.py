@@ -42,6 +42,10 @@ class PrefixCache(ABC):
     def forget(self, blocks: Sequence[int]) -> None:
         """These blocks were handed out again; what they held is gone."""
 
+    def hash_of(self, block: int) -> bytes | None:
+        """What a block can be found by, None if it can't be found. Only the flight recorder asks."""
+        return None
+
 
 class NoPrefixCache(PrefixCache):
     """Finds nothing: every prompt is computed from its first token."""
@@ -121,6 +125,10 @@ class HashedPrefixCache(PrefixCache):
             cached = self._by_block.pop(block, None)
             if cached is not None:
                 del self._by_key[cached.key]
+
+    def hash_of(self, block: int) -> bytes | None:
+        cached = self._by_block.get(block)
+        return None if cached is None else cached.key
 
     def _remember(self, cached: CachedBlock) -> CachedBlock:
         rival = self._by_key.get(cached.key)

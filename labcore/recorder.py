@@ -121,9 +121,7 @@ class Recorder(Recording):
         for request_id in plan.preempted:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.state == "running":
-                self._release(tracked, record.before)
-                record.before.append(("preempt", tracked.number, (), None))
-                tracked.state, tracked.computed, tracked.num_hashed = "preempted", 0, 0
+                self._preempt(tracked, record.before)
         changed, work, worked = [], [], []
         counts = plan.num_scheduled_tokens
         for request in requests:
@@ -166,15 +164,21 @@ class Recorder(Recording):
         events.append(("finish", tracked.number, (), {"reason": request.finish_reason}))
 
     def end_step(self, pool: Any = None) -> None:
-        """The step is over. The pool, if given, is asked how many blocks it has and how many of them are free."""
+        """The step is over, well or not. The pool, if given, says how many blocks it has and how many are free."""
         record = self.pending
+        for tracked in self._worked:
+            if _status(tracked.request) == "WAITING":  # the step broke off, and what it computed was thrown away
+                self._preempt(tracked, record.after)
         if self.hash_of is not None:
             for tracked in self._worked:
-                self._note_hashes(tracked, record.after)
-        capacity = max(getattr(pool, "num_blocks", self._capacity), max(self._owners, default=-1) + 1)
+                if tracked.state == "running":
+                    self._note_hashes(tracked, record.after)
+        capacity = getattr(pool, "num_blocks", self._capacity)
         if capacity != self._capacity:
+            capacity = max(capacity, max(self._owners, default=-1) + 1)
             record.after.append(("resize", None, (), {"num_blocks": capacity}))
             self._capacity = capacity
+        self._worked = []
         record.pool_free = getattr(pool, "num_free", None)
         record.duration = self._clock() - self._origin - record.start
         record.work, record.tokens = array("i", record.work), array("i", record.tokens)
@@ -247,11 +251,16 @@ class Recorder(Recording):
         tracked.computed = computed
         tracked.num_hashed = min(tracked.num_hashed, computed // self.block_size)
 
+    def _preempt(self, tracked: Tracked, events: list[RareEvent]) -> None:
+        self._release(tracked, events)
+        events.append(("preempt", tracked.number, (), None))
+        tracked.state, tracked.computed, tracked.num_hashed = "preempted", 0, 0
+
     def _swap_out(self, swaps: Sequence[tuple[int, int]]) -> None:
         """Swaps name blocks, not requests: a swapped request is one whose status says so since the last step."""
         host = dict(swaps)
         for tracked in self._tracked.values():
-            if tracked.state == "running" and getattr(tracked.request.status, "name", None) == "SWAPPED":
+            if tracked.state == "running" and _status(tracked.request) == "SWAPPED":
                 blocks = tuple(tracked.table)
                 events = self.pending.before
                 self._release(tracked, events)
@@ -356,6 +365,10 @@ class Recorder(Recording):
             blocks, hashes = zip(*known, strict=True)
             self._hashed.update(blocks)
             events.append(("cached", tracked.number, blocks, {"hashes": list(hashes)}))
+
+
+def _status(request: Any) -> str | None:
+    return getattr(getattr(request, "status", None), "name", None)
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -220,6 +220,24 @@ def test_a_step_that_broke_off_is_closed_and_the_record_goes_on():
     assert sum(event.kind == "token" for event in engine.recorder.events()) == 3
 
 
+def test_a_step_that_threw_its_work_away_leaves_its_requests_preempted():
+    engine = ToyEngine()
+    ana = engine.add("ana", 5, 3)
+    engine.step()
+    engine.recorder.begin_step()
+    engine.recorder.scheduled(*engine._plan())
+    engine.running.remove(ana)
+    engine.waiting.append(ana)
+    ana.status, ana.num_computed_tokens = Status.WAITING, 0
+    ana.table.free()
+    engine.recorder.end_step(engine.pool)
+    assert told(engine.recorder.at(2)) == truth(engine)
+    assert engine.recorder.at(2).requests["ana"].state == "preempted"
+    engine.step_number += 1
+    engine.run()
+    assert engine.recorder.at().requests == {}
+
+
 def test_a_pool_that_grows_or_hands_out_too_high_an_id_is_recorded_all_the_same():
     engine = ToyEngine(4, 4)
     engine.pool = BlockPool(8, 4, free_order=[7, 6, 5, 4, 3, 2, 1, 0])
