@@ -121,9 +121,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def reference_greedy(model: PreTrainedModel, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The tokens that transformers' own `generate` adds, greedily. Tiny models have no token that ends a text."""
+    """The tokens that transformers' own `generate` adds, greedily. Tiny models have no token that ends a text.
+
+    Attention is transformers' eager one: not all of its versions honour a softcap in the faster ones.
+    """
     config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
     ids = torch.tensor([list(prompt_ids)], device=model.device)
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    finally:
+        model.set_attn_implementation(before)
     return out[0, len(prompt_ids) :].tolist()
