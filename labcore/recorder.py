@@ -98,10 +98,7 @@ class Recorder(Recording):
         }
         events = self._now()
         events.append(("arrive", tracked.number, (), detail))
-        table = getattr(request, "table", None)
-        if table is not None and table.blocks:
-            self._admit(tracked, (), events)
-            self._compare([(tracked, list(table.blocks), tracked.computed)], (), events)
+        self._join(tracked, events)
 
     def begin_step(self, step: int | None = None) -> None:
         """A step starts. Step numbers grow; the next free one is taken when `step` is None or has been used."""
@@ -169,6 +166,9 @@ class Recorder(Recording):
         for tracked in self._worked:
             if _status(tracked.request) == "WAITING":  # the step broke off, and what it computed was thrown away
                 self._preempt(tracked, record.after)
+        for tracked in self._tracked.values():
+            if tracked.state == "waiting":
+                self._join(tracked, record.after)
         if self.hash_of is not None:
             for tracked in self._worked:
                 if tracked.state == "running":
@@ -226,6 +226,13 @@ class Recorder(Recording):
 
     def _following_step(self) -> int:
         return self.records[-1].step + 1 if self.records else 1
+
+    def _join(self, tracked: Tracked, events: list[RareEvent]) -> None:
+        """A waiting request that holds blocks was forked from another: it runs, though no plan has named it yet."""
+        table = getattr(tracked.request, "table", None)
+        if table is not None and table.blocks:
+            self._admit(tracked, (), events)
+            self._compare([(tracked, list(table.blocks), tracked.computed)], (), events)
 
     def _admit(self, tracked: Tracked, swaps_in: Sequence[tuple[int, int]], events: list[RareEvent]) -> int:
         """Returns the number of tokens whose KV a prefix hit brought along, or a fork."""

@@ -63,7 +63,7 @@ def run_and_note(engine: ToyEngine, forks=(), aborts=()) -> list[dict]:
     return notes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=8),
     num_blocks=st.integers(8, 24),
@@ -144,6 +144,24 @@ def test_a_fork_shares_every_block_until_it_writes():
     after = engine.recorder.at(2)
     assert after.tables == {"ana": [0, 2], "ana/1": [0, 1]}
     assert [after.blocks[i].refcount for i in (0, 1, 2)] == [2, 1, 1]
+
+
+def test_a_request_that_is_forked_within_a_step_owns_its_blocks_from_that_step_on():
+    engine = ToyEngine(12, 4)
+    ana = engine.add("ana", 6, 6)
+    follower = engine.add("ana/1", 6, 6)
+    engine.waiting.remove(follower)
+    engine.recorder.begin_step(1)
+    engine.recorder.scheduled(*engine._plan())
+    ana.num_computed_tokens = 6
+    follower.table, follower.num_computed_tokens = ana.table.fork(), 6
+    engine.running.append(follower)
+    for request in (ana, follower):
+        engine.recorder.sampled(request, 7)
+        request.output_token_ids.append(7)
+    engine.recorder.end_step(engine.pool)
+    assert told(engine.recorder.at(1)) == truth(engine)
+    assert [block.refcount for block in engine.recorder.at(1).blocks[:2]] == [2, 2]
 
 
 def test_a_prefix_hit_takes_cached_blocks_back_and_says_so():

@@ -177,7 +177,7 @@ class ToyEngine:
             request.num_computed_tokens = 0
 
     def _swap_in(self, request: ToyRequest, plan) -> None:
-        if self.pool.num_free < len(request.table.blocks) + 1:
+        if self.pool.num_free < -(-request.num_tokens // self.pool.block_size):
             raise OutOfBlocks
         table = BlockTable(self.pool)
         table.append(request.table.num_tokens)
