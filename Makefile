@@ -24,7 +24,7 @@ echo "labcore: error: no Python 3.10 or newer $(if $(PYTHON),at '$(PYTHON)',foun
 exit 1
 endef
 
-.PHONY: help lab test test-fast fetch notebooks lint lock clean
+.PHONY: help lab test test-fast install fetch notebooks lint lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -38,6 +38,9 @@ test:  ## set up, fetch the model, run every test and re-check every notebook
 
 test-fast:  ## set up, run the tests that need no model and no browser and take seconds
 	$(call SETUP,test-fast)
+
+install:  ## set up: environment and packages
+	$(call SETUP,install)
 
 fetch:  ## set up, fetch the default model
 	$(call SETUP,fetch)

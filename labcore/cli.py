@@ -12,21 +12,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from labcore import __version__
 
-COMMANDS: dict[str, tuple[str, str]] = {
+Table = Mapping[str, "tuple[str | Table, str]"]
+
+BENCHMARKS: Table = {
+    "engine": ("labcore.bench.engine", "tokens per second against transformers, on this machine's CPU"),
+    "blocks": ("labcore.bench.blocks", "time of one allocate/free pair, for pools of 10^3 to 10^6 blocks"),
+}
+COMMANDS: Table = {
     "generate": ("labcore.commands.generate", "continue or answer a prompt"),
     "doctor": ("labcore.course.doctor", "check this machine: what is there, what is missing, what to do"),
     "fetch": ("labcore.commands.fetch", "get the default model now, so that later runs need no network"),
+    "bench": (BENCHMARKS, "measure on this machine"),
     "check": ("labcore.commands.check", "which exercises are done, and what comes next"),
     "student": ("labcore.commands.student", "make the student edition of the notebooks"),
     "course": ("labcore.commands.course", "for authors: run, promote, rules, claims"),
 }
-"""name: (module, help). bench and trace join as their modules are written."""
+"""name: (module, or a table of its own, and help). trace joins as its module is written."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,18 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
 
 
-def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(arguments: list[str]) -> argparse.ArgumentParser:
     """The parser for these arguments: all commands by name, the chosen one with its options."""
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = Parser(prog="labcore", description="A language-model inference engine, built notebook by notebook.")
     parser.add_argument("--version", action="version", version=f"labcore {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for name, (module, help_text) in COMMANDS.items():
-        if name == chosen:
-            import_module(module).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=help_text)
+    add_commands(parser, COMMANDS, arguments)
     return parser
+
+
+def add_commands(parser: argparse.ArgumentParser, table: Table, arguments: list[str]) -> None:
+    """Give `parser` the commands of `table`; only the one that `arguments` begin with is imported."""
+    chosen = next((place for place, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
+    subparsers = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for name, (home, help_text) in table.items():
+        if arguments[chosen : chosen + 1] != [name]:
+            subparsers.add_parser(name, help=help_text)
+        elif isinstance(home, str):
+            import_module(home).add_parser(subparsers)
+        else:
+            add_commands(subparsers.add_parser(name, help=help_text), home, arguments[chosen + 1 :])
 
 
 def one_line(error: BaseException) -> str:

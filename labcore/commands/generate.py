@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     for name, kind, default, text in SAMPLING_OPTIONS:
         sampling.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})")
     sampling.add_argument("--seed", type=int, help="of the random choices (default: the engine's)")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may repeat")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
     engine = parser.add_argument_group("engine")
     for name, kind, text in ENGINE_OPTIONS:

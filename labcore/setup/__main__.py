@@ -18,13 +18,6 @@ from labcore.setup.errors import SetupError
 
 FIRST_PORT, LAST_PORT = 8888, 8937
 START = "lab/tree/notebooks/00_start_here.ipynb"
-NBCONVERT = (
-    *("-m", "nbconvert", "--log-level=WARN", "--to=notebook", "--execute", "--inplace"),
-    "--ExecutePreprocessor.kernel_name=python3",
-    "--ExecutePreprocessor.record_timing=False",  # times and widget state would differ at every run
-    "--ExecutePreprocessor.store_widget_state=False",
-    "--ExecutePreprocessor.coalesce_streams=True",
-)
 
 
 def lab(asked: argparse.Namespace) -> int:
@@ -99,12 +92,8 @@ def test_fast(asked: argparse.Namespace) -> int:
 
 
 def notebooks(asked: argparse.Namespace) -> int:
-    """Run every notebook in order and store its outputs; one that fails is left as it was."""
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        say(f"running {path.name}")
-        if run(asked.venv, *NBCONVERT, f"notebooks/{path.name}"):
-            raise SetupError(f"{path.name} stopped at the error above and stays as it was — mend its cell, run again.")
-    return 0
+    """Run every notebook in order and store its outputs; the first one that fails stays as it was, and ends the run."""
+    return run(asked.venv, "-m", "labcore.cli", "course", "run")
 
 
 def lint(asked: argparse.Namespace) -> int:

@@ -98,13 +98,20 @@ def make_venv(venv: Path) -> None:
 
 
 def pip_install(venv: Path, *arguments: str) -> None:
-    """`pip install` into the environment, its progress shown; what it says at length goes to a log."""
+    """`pip install` into the environment, all its output shown; what it says at length goes to a log."""
     log = venv / LOG
     log.unlink(missing_ok=True)
-    pip = [str(venv_python(venv)), "-m", "pip", "--disable-pip-version-check", "--log", str(log)]
-    if subprocess.run([*pip, "install", *arguments], cwd=ROOT, env=environment(venv)).returncode:
-        output = log.read_text(errors="replace") if log.exists() else ""
-        raise SetupError(explain_pip(output, short(log)))
+    command = [str(venv_python(venv)), "-m", "pip", "--disable-pip-version-check", "--log", str(log)]
+    command += ["install", *arguments]
+    # Warnings and errors pass through our hands, since a full disk holds no log; progress bars go straight on.
+    pipe = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    complaints = []
+    with subprocess.Popen(command, cwd=ROOT, env=environment(venv), **pipe) as pip:
+        for line in pip.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            complaints.append(line)
+    if pip.returncode:
+        raise SetupError(explain_pip(pip.returncode, "".join(complaints), short(log)))
 
 
 def check_imports(venv: Path) -> None:

@@ -21,7 +21,7 @@ NO_NETWORK = (
 NOT_TRUSTED = r"CERTIFICATE_VERIFY_FAILED|SSLError"
 BROKEN_DOWNLOAD = (
     r"DO NOT MATCH THE HASHES|IncompleteRead|incomplete-download|Read timed out|BadZipFile|is not a zip"
-    r"|has an invalid wheel|Connection aborted|Connection reset|connection broken"
+    r"|has an invalid wheel|located at .* is invalid|Connection aborted|Connection reset|connection broken"
 )
 
 
@@ -31,7 +31,7 @@ class SetupError(Exception):
 
 def explain_venv(output: str) -> str:
     """The line for a failed `python -m venv`, from what it printed."""
-    if re.search(r"ensurepip|No module named '?venv", output):
+    if re.search(r"ensurepip is not\s+available|No module named '?(venv|ensurepip)", output):
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
         return (
             f"this {PYTHON} came without its venv module — install it (on Debian and Ubuntu the package {package}), "
@@ -44,12 +44,14 @@ def explain_venv(output: str) -> str:
     return f"the Python environment could not be made ({last_line(output)}) — mend that, then run it again."
 
 
-def explain_pip(output: str, log: str) -> str:
-    """The line for a failed `pip install`, from its log; `log` is where the reader finds that log.
+def explain_pip(status: int, output: str, log: str) -> str:
+    """The line for a failed `pip install`, from its exit status and what it complained about; `log` holds all of it.
 
     The order matters: a full disk can look like a broken download, a certificate that is not trusted like a dead
     network, and a dead network makes pip say that a package does not exist.
     """
+    if status < 0 or status == 137:
+        return f"the installation was killed; too little memory is the usual reason — close other programs, {AGAIN}"
     if re.search(NO_SPACE, output):
         return (
             f"no space left while installing; {NEEDED_GB:g} GB are needed, 5 GB more if torch brings CUDA — free some "
@@ -81,6 +83,6 @@ def explain_import(output: str) -> str:
 
 
 def last_line(output: str) -> str:
-    """The last line with words in it, cut to a readable length, without pip's time stamp."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return re.sub(r"^\d{4}-\d\d-\d\dT[\d:,]+ *", "", lines[-1])[:160] if lines else "it printed nothing"
+    """The last line that tells something, cut to a readable length."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("WARNING:")]
+    return lines[-1].removeprefix("ERROR: ")[:160] if lines else "it did not say why"
