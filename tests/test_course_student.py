@@ -18,7 +18,7 @@ from labcore.course import specs
 from labcore.course.exercises import notebook_exercises
 from labcore.course.house import notebook_files
 from labcore.course.notebooks import MalformedNotebook, code_cells, execute, notebook_text, read_notebook
-from labcore.course.student import MANIFEST, EditedWork, build, put_back, student_edition
+from labcore.course.student import MANIFEST, EditedWork, build, nbgrader_source, put_back, student_edition
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 MASTERS = notebook_files(NOTEBOOKS)
@@ -364,6 +364,24 @@ def test_cells_carry_what_nbgrader_wants_to_know():
     assert (check["grade"], check["solution"], check["locked"]) == (True, False, True)
     assert (check["grade_id"], check["points"]) == ("77-total-check", 1)
     assert "nbgrader" not in cells[5].metadata
+
+
+def test_nbgraders_source_has_the_solutions_between_their_markers_and_nothing_folded_away():
+    source, master = nbgrader_source(edition()), mini_notebook()
+    assert [c.source for c in source.cells if c.cell_type == "code"] == [
+        c.source for c in master.cells if c.cell_type == "code"
+    ]
+    assert "The parent class knows" not in source.cells[3].source
+    assert source.cells[4].metadata["nbgrader"]["grade_id"] == "77-allocate"
+
+
+def test_the_command_builds_nbgraders_source_on_request(tmp_path):
+    write(tmp_path / "masters", mini_notebook())
+    command = ["student", "build", "--notebooks", str(tmp_path / "masters"), "--out", str(tmp_path / "out")]
+    assert cli.main([*command, "--nbgrader-source"]) == 0
+    assert SECRETS[0] in (tmp_path / "out" / "77_mini.ipynb").read_text()
+    assert cli.main(command) == 0  # ours, unedited: the student edition may take its place
+    assert SECRETS[0] not in (tmp_path / "out" / "77_mini.ipynb").read_text()
 
 
 def test_nbgrader_itself_accepts_the_metadata(tmp_path):

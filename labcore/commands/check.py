@@ -10,7 +10,7 @@ from pathlib import Path
 from labcore.course.exercises import notebook_exercises, notebooks_with_exercises
 from labcore.course.files import project_folder
 from labcore.course.notebooks import execute, read_notebook
-from labcore.course.record import NAME, Progress, load_progress, progress_table, what_comes_next
+from labcore.course.record import NAME, Progress, load_progress, progress_path, progress_table, what_comes_next
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -53,9 +53,12 @@ def run_and_judge(path: Path) -> Progress:
 
 
 def find_progress_file(folder: Path | None) -> Path:
-    """The learner's progress: in `folder`, here, or in the course's notebooks/."""
-    places = [folder] if folder else [Path.cwd(), Path.cwd() / "notebooks", project_folder() / "notebooks"]
-    return next((place / NAME for place in places if (place / NAME).exists()), places[0] / NAME)
+    """The learner's progress: in `folder`; or where LABCORE_PROGRESS says, here, or in the course's notebooks/."""
+    if folder:
+        return folder / NAME
+    here = progress_path() or Path.cwd() / NAME
+    places = [here, Path.cwd() / "notebooks" / NAME, project_folder() / "notebooks" / NAME]
+    return next((place for place in places if place.exists()), here)
 
 
 def as_data(progress: Progress, numbers: list[str]) -> dict:

@@ -21,13 +21,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--notebooks", type=Path, help="the folder with the masters (default: the course's notebooks/)"
     )
     builder.add_argument("--force", action="store_true", help="overwrite files that were edited since they were built")
+    builder.add_argument(
+        "--nbgrader-source",
+        action="store_true",
+        help="keep solutions between markers: for source/ of an nbgrader course",
+    )
     builder.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Build, and print what was written; one line on stderr for each thing that stops it."""
     try:
-        written = build(arguments.notebooks or project_folder() / "notebooks", arguments.out, arguments.force)
+        masters = arguments.notebooks or project_folder() / "notebooks"
+        written = build(masters, arguments.out, arguments.force, arguments.nbgrader_source)
     except (MalformedNotebook, EditedWork) as error:
         for line in str(error).splitlines():
             print(f"labcore: error: {line}", file=sys.stderr)

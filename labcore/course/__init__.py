@@ -73,8 +73,7 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
 
 `finished` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
 labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. `check`
-and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can lock the check and
-grade by itself (with LABCORE_CHECK=raise in its environment, a verdict of "not yet" is raised).
+and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can lock the check.
 
 In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
 NotImplementedError("your turn: 02.copy_on_write")` in a function, and `name = ...` for each name that they define
@@ -86,6 +85,8 @@ outside of one. So keep signature and docstring above BEGIN. Each marker has its
   with the tag `answer`: give it to a cell that shows what the learner should find out.
 - In text, `<details><summary>Solution…</summary>…</details>` is removed; `<summary>Answer` (of a *Predict*) stays.
 - A text or code cell with the tag `solution` is a solution as a whole.
+- For an nbgrader course, `labcore student build --nbgrader-source --out COURSE/source/labcore` writes what its
+  `generate_assignment` starts from; with LABCORE_CHECK=raise its `autograde` gives points by our checks.
 
 The exercise itself is an `Exercise`, or a `BugHunt`, in `labcore/course/specs/nb02.py`. `labcore.course.exercises`
 tells its fields and the words that a check is written in: `expect`, `expect_equal`, `expect_raises`,

@@ -96,7 +96,7 @@ def _one_notebook(progress: Progress, number: str) -> list[str]:
 
 def _all_notebooks(progress: Progress) -> list[str]:
     lines = [_summary(progress, number) for number in notebooks_with_exercises()]
-    return [*lines, f"next: {what_comes_next(progress)}"]
+    return [*lines, f"next: {what_comes_next(progress)}"] if lines else ["there are no exercises yet."]
 
 
 def _summary(progress: Progress, number: str) -> str:

@@ -64,9 +64,9 @@ def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict
         return Verdict(exercise.id, True, exercise.passed)
     if isinstance(error, Mismatch):
         return Verdict(exercise.id, False, error.what, error.expected, min(error.hint, len(exercise.hints)))
-    if isinstance(error, NotImplementedError) and str(error).startswith(YOUR_TURN):
+    if isinstance(error, NotImplementedError) and (not str(error) or str(error).startswith(YOUR_TURN)):
         missing = str(error)[len(YOUR_TURN) :]
-        what = "nothing is written here yet" if missing == exercise.id else f"{missing} comes first"
+        what = "nothing is written here yet" if missing in ("", exercise.id) else f"{missing} comes first"
         return Verdict(exercise.id, False, what, hint=1)
     place, said = place_of_error(error), shorten(str(error))
     message = f"{type(error).__name__}: {said}" if said else type(error).__name__

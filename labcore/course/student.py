@@ -112,19 +112,29 @@ def student_edition(master: NotebookNode, name: str) -> Edition:
 
 
 def put_back(edition: Edition) -> NotebookNode:
-    """The master again: the solutions put back into the student edition."""
+    """The master again: everything that was taken put back into the student edition."""
     notebook = copy.deepcopy(edition.notebook)
     for cell in notebook.cells:
-        lines = cell.source.split("\n")
-        for cut in reversed(edition.cuts.get(cell.id, [])):
-            lines[cut.start : cut.start + len(cut.stub)] = cut.solution
-        cell.source = "\n".join(lines)
+        _undo(cell, edition.cuts.get(cell.id, []))
         cell.update(copy.deepcopy(edition.set_aside.get(cell.id, {})))
     return notebook
 
 
-def build(folder: Path, out: Path, force: bool = False) -> list[Path]:
+def nbgrader_source(edition: Edition) -> NotebookNode:
+    """What goes into the `source/` folder of an nbgrader course: the solutions between their markers, and its metadata.
+
+    Solutions that nbgrader wouldn't find, folded into text or in a tagged cell, stay out.
+    """
+    notebook = copy.deepcopy(edition.notebook)
+    for cell in notebook.cells:
+        _undo(cell, [cut for cut in edition.cuts.get(cell.id, []) if cut.solution[0].strip() == BEGIN])
+    return notebook
+
+
+def build(folder: Path, out: Path, force: bool = False, for_nbgrader: bool = False) -> list[Path]:
     """Write the student edition of every notebook in `folder` to `out`, all or nothing, and return the files.
+
+    for_nbgrader: write `nbgrader_source` of each instead, for `nbgrader generate_assignment` to take the solutions out.
 
     Raises MalformedNotebook (all problems, one a line) before anything is written, and EditedWork if `out` holds a file
     that this build didn't write or that was changed since, unless `force`.
@@ -145,7 +155,7 @@ def build(folder: Path, out: Path, force: bool = False) -> list[Path]:
             if exercise_id in owner
         ]
         owner.update(dict.fromkeys(edition.exercise_ids, path.name))
-        texts[path.name] = notebook_text(edition.notebook)
+        texts[path.name] = notebook_text(nbgrader_source(edition) if for_nbgrader else edition.notebook)
     if problems:
         raise MalformedNotebook("\n".join(problems))
     return _write_all(out, texts, force)
@@ -295,6 +305,13 @@ def _apply(cell: NotebookNode, cuts: list[Cut]) -> list[Cut]:
         shift += len(cut.stub) - len(cut.solution)
     cell.source = "\n".join(lines)
     return placed
+
+
+def _undo(cell: NotebookNode, cuts: list[Cut]) -> None:
+    lines = cell.source.split("\n")
+    for cut in reversed(cuts):
+        lines[cut.start : cut.start + len(cut.stub)] = cut.solution
+    cell.source = "\n".join(lines)
 
 
 def _silence(edition: Edition) -> None:
