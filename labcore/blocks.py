@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool has fewer free blocks than were asked for. Nothing was taken."""
+    """The pool has fewer free blocks than were asked for. Nothing was taken. Built in notebook 02."""
 
 
 class BlockError(ValueError):
-    """A block was used by somebody who doesn't own it. Nothing was changed."""
+    """A block was used by somebody who doesn't own it. Nothing was changed. Built in notebook 02."""
 
 
 class BlockPool:
