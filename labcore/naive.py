@@ -85,7 +85,7 @@ def attend(
 
 
 class OutOfSlots(RuntimeError):
-    """No hole is as large as what was asked for. Nothing was taken."""
+    """No stretch of slots is as long as what was asked for. Nothing was taken. Built in notebook 01."""
 
 
 @dataclass(frozen=True, order=True)
@@ -296,14 +296,12 @@ def generate(
     AttentionInterface.register("labcore_contiguous", contiguous_attention)
     model.set_attn_implementation("labcore_contiguous")
     ids, positions = (rectangle.to(model.device) for rectangle in pad_left(prompts))
-    batch = StaticBatch(cache, [], [0] * len(prompts), lengths)
-    rows: list[list[int]] = [[] for _ in prompts]
+    batch, rows = StaticBatch(cache, [], [0] * len(prompts), lengths), [[] for _ in prompts]
     try:
         for _ in prompts:
             batch.regions.append(cache.allocator.allocate(max_len))
         while not all(map(done, rows)):
-            ids = greedy_step(model, ids, positions, batch)
-            positions = positions[:, -1:] + 1
+            ids, positions = greedy_step(model, ids, positions, batch), positions[:, -1:] + 1
             for row, token in zip(rows, ids[:, 0].tolist()):
                 if not done(row):
                     row.append(token)
