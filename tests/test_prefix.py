@@ -258,6 +258,27 @@ def test_a_collision_is_noticed_and_costs_a_hit_at_most():
     assert len(bench.cache) <= 8
 
 
+def test_equal_tokens_behind_another_text_are_no_hit_even_when_the_hashes_agree():
+    """First blocks A and B whose children hold the same tokens and get the same 3-bit key."""
+    child = [7, 7, 7, 7]
+    cache = HashedPrefixCache(4, three_bits)
+
+    def keys(first):
+        request = Request("r", [*first, *child, 0], Params(), 0, 1, 0)
+        return [key for key, _ in cache._identities(request, 2)]
+
+    heads = [[i, 1, 2, 3] for i in range(200)]
+    first = heads[0]
+    other = next(h for h in heads[1:] if keys(h)[1] == keys(first)[1] and keys(h)[0] != keys(first)[0])
+    bench = Bench(num_blocks=64, key_of=three_bits)
+    bench.add([*first, *child, 0])
+    bench.run()
+    bench.add([*other, 0])  # publishes the other head, so that the look-up gets as far as the child
+    bench.run()
+    bench.add([*other, *child, 0])
+    assert bench.run().finished["r2"].num_cached_tokens == 4
+
+
 class PrefixMachine(RuleBasedStateMachine):
     """Texts over three letters that share prefixes at every turn: hits, forks, chunks, preemptions, aborts, collisions."""
 
