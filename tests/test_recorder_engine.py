@@ -1,0 +1,135 @@
+"""The flight recorder beside the real engine: the same state after every step, and a small share of its time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tiny_models import prompt, tiny
+
+from labcore import LLM, SamplingParams
+from labcore.blocks import BlockPool
+from labcore.models import from_model
+from labcore.recorder import Recorder
+from labcore.request import RequestStatus
+
+
+def assert_recorded_truly(engine) -> None:
+    """Tables, refcounts, queues, progress and hashes of the last snapshot are the engine's own."""
+    snapshot, scheduler, pool = engine.recorder.at(), engine.scheduler, engine.pool
+    running = {request.request_id: request for request in scheduler.running}
+    assert snapshot.tables == {name: request.table.blocks for name, request in running.items() if request.table.blocks}
+    assert [block.refcount for block in snapshot.blocks] == [pool.refcount(b) for b in range(pool.num_blocks)]
+    assert set(snapshot.queues["running"]) == set(running)
+    for name, request in running.items():
+        told = snapshot.requests[name]
+        assert told.num_computed_tokens == request.num_computed_tokens
+        assert list(told.token_ids) == request.prompt_token_ids + request.output_token_ids
+    for block in snapshot.blocks:
+        known = scheduler.prefix_cache.hash_of(block.block)
+        assert block.hash == (None if known is None else known.hex())
+    assert snapshot.unaccounted == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_blocks": 64},
+        {"num_blocks": 17, "max_num_batched_tokens": 16},
+        {"num_blocks": 20, "scheduling_policy": "priority", "max_num_seqs": 3},
+        {"num_blocks": 20, "enable_prefix_caching": False, "enable_chunked_prefill": False},
+    ],
+    ids=["roomy", "tight and chunked", "by priority", "plain"],
+)
+def test_the_record_is_the_engines_own_state_after_every_step(settings):
+    engine = LLM(from_model(tiny("llama")), block_size=4, record=True, max_model_len=64, **settings).engine
+    head = prompt(12)
+    for i in range(9):
+        params = SamplingParams(temperature=1, max_tokens=4 + i, n=3 if i % 4 == 0 else 1, ignore_eos=True)
+        engine.add_request(f"r{i}", head + prompt(2 + 3 * i, seed=i), params, priority=-i)
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+        assert_recorded_truly(engine)
+        if steps == 6:
+            engine.abort(engine.request_ids()[0])
+            assert_recorded_truly(engine)
+        assert steps < 500
+    assert engine.recorder.steps == list(range(1, steps + 1))
+    kinds = {event.kind for event in engine.recorder.events()}
+    assert {"arrive", "admit", "allocate", "share", "copy_on_write", "chunk", "token", "free", "finish"} <= kinds
+    assert ("cached" in kinds) == engine.config.enable_prefix_caching
+    assert ("preempt" in kinds) == (engine.stats()["num_preemptions"] > 0)
+
+
+def test_a_step_that_fails_is_recorded_as_the_engine_leaves_it():
+    engine = LLM(from_model(tiny("llama")), block_size=4, num_blocks=32, record=True).engine
+    engine.add_request("r", prompt(9), SamplingParams(temperature=0, max_tokens=6))
+    engine.step()
+    whole, engine.runner.run = engine.runner.run, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert_recorded_truly(engine)
+    assert engine.recorder.at().requests["r"].state == "preempted"
+    engine.runner.run = whole
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert_recorded_truly(engine)
+
+
+def test_a_learners_own_pool_is_recorded_without_knowing_of_it():
+    class Backwards(BlockPool):
+        def __init__(self, num_blocks: int, block_size: int) -> None:
+            super().__init__(num_blocks, block_size, free_order=range(num_blocks - 1, -1, -1))
+
+    engine = LLM(from_model(tiny("llama")), block_pool=Backwards, block_size=4, num_blocks=16, record=True).engine
+    engine.add_request("r", prompt(9), SamplingParams(temperature=0, max_tokens=2))
+    engine.step()
+    assert engine.recorder.at(1).tables == {"r": [15, 14, 13]}
+
+
+def test_nothing_is_recorded_unless_asked_for():
+    assert LLM(from_model(tiny("llama")), block_size=4, num_blocks=16).engine.recorder is None
+
+
+class Timed:
+    """Stands before a recorder and adds up the time its calls take."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.seconds = recorder, 0.0
+
+    def __getattr__(self, name: str):
+        call = getattr(self.recorder, name)
+        if not callable(call):
+            return call
+
+        def timed(*arguments):
+            start = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+@pytest.mark.slow
+def test_recording_takes_less_than_a_twentieth_of_the_engines_time(smollm2):
+    llm = LLM("smollm2-135m", num_blocks=512, record=True, max_num_seqs=32)
+    timed = llm.engine.recorder = Timed(llm.engine.recorder)
+    prompts = [[1 + i, *range(100, 140)] for i in range(32)]
+    start = time.perf_counter()
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    share = timed.seconds / (time.perf_counter() - start)
+    assert len(timed.steps) == 8
+    assert share < 0.05, f"{share:.1%}"
+
+
+def test_a_waiting_request_is_recorded_as_waiting():
+    engine = LLM(from_model(tiny("llama")), block_size=4, num_blocks=16, record=True, max_num_seqs=1).engine
+    for name in ("ana", "bo"):
+        engine.add_request(name, prompt(5), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    engine.step()
+    assert engine.recorder.at().queues == {"waiting": ["bo"], "running": ["ana"], "swapped": []}
+    assert [request.status for request in engine.scheduler.waiting] == [RequestStatus.WAITING]
