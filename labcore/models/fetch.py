@@ -268,7 +268,7 @@ class Bars:
 
     STAGES = ("download", "check", "dequantise", "save")
 
-    def __init__(self, visible: bool):
+    def __init__(self, visible: bool) -> None:
         self.visible = visible
 
     @contextmanager

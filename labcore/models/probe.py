@@ -15,12 +15,13 @@ returns zeros:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from labcore.models.errors import UnsupportedModel
@@ -55,7 +56,7 @@ class AttentionCall:
 
     layer_idx: int | None
     num_query_heads: int
-    key: torch.Tensor  # [1, num_kv_heads, T, head_dim]; held, so that no other layer's K can get its address
+    key: Tensor  # [1, num_kv_heads, T, head_dim]; held, so that no other layer's K can get its address
     value_shape: torch.Size
     mask: Any
     is_causal: bool
@@ -66,11 +67,13 @@ class AttentionCall:
 class Recorder:
     """Stands in for attention: remembers each call and returns zeros, so that no token learns about another."""
 
-    def __init__(self, positions: torch.Tensor):
+    def __init__(self, positions: Tensor) -> None:
         self.positions = positions  # [P] int64, where masks are sampled
         self.calls: list[AttentionCall] = []
 
-    def attend(self, module, query, key, value, attention_mask, **kwargs):
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         """The attention function: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] → zeros [1, T, Hq, Dv]."""
         is_causal = kwargs.get("is_causal")
         self.calls.append(
@@ -87,7 +90,7 @@ class Recorder:
         )
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    def sample_mask(self, *, mask_function, **kwargs) -> torch.Tensor:
+    def sample_mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
         """The mask function: who sees whom at our positions, bool [1, 1, P, P], in place of [1, 1, T, T]."""
         zero = self.positions.new_zeros(())
         visible = mask_function(zero, zero, self.positions[:, None], self.positions[None, :])
@@ -95,7 +98,7 @@ class Recorder:
 
     def run(
         self, model: PreTrainedModel, tokens: list[int], positions: list[int] | None
-    ) -> tuple[torch.Tensor, list[AttentionCall]]:
+    ) -> tuple[Tensor, list[AttentionCall]]:
         """One forward pass as the engine makes it: the logits of the last two tokens, and the attention calls."""
         self.calls = []
         output = model(
@@ -143,8 +146,8 @@ def faults(
     recorder: Recorder,
     calls: list[AttentionCall],
     masked_calls: list[AttentionCall],
-    logits: torch.Tensor,
-    other_logits: torch.Tensor,
+    logits: Tensor,
+    other_logits: Tensor,
 ) -> Iterator[str]:
     """What the three passes say against the model, as phrases that go on from "it ..."; none for a good one."""
     num_layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", len(calls))
@@ -198,7 +201,7 @@ def mask_faults(call: AttentionCall, recorder: Recorder) -> Iterator[str]:
 
 
 @contextmanager
-def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterator[Any]:
+def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterator[Callable[[str], None]]:
     """Register the recorder under both names; yield what selects one; put the model back at the end."""
     before = model.config._attn_implementation
     with registration:
@@ -211,7 +214,7 @@ def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterato
             model.set_attn_implementation(before)
 
 
-def sample_positions(config: Any) -> torch.Tensor:
+def sample_positions(config: Any) -> Tensor:
     """Positions at which a mask can't hide its kind, [P] int64: the first 64, and each power of two and each size
     that the config names, with its neighbours, as far as the model's positions go."""
     text_config = config.get_text_config(decoder=True)
@@ -221,7 +224,7 @@ def sample_positions(config: Any) -> torch.Tensor:
     return torch.tensor(sorted(p for p in around if 0 <= p < limit))
 
 
-def close(x: torch.Tensor, y: torch.Tensor) -> bool:
+def close(x: Tensor, y: Tensor) -> bool:
     """Equal up to the rounding of `x`'s dtype, measured against its largest element."""
     tolerance = max(1e-5, 16 * torch.finfo(x.dtype).eps)
     scale = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
