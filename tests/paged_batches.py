@@ -33,18 +33,22 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     garbage: float = float("nan"),
     poison: int = 0,
+    order: str = "random",
     spare: int = 3,
     seed: int = 0,
 ) -> PagedBatch:
-    """Sequences of (history, query) lengths in a pool of shuffled blocks; every slot that nobody owns holds `garbage`.
+    """Sequences of (history, query) lengths in a pool of blocks; every slot that nobody owns holds `garbage`.
 
     poison: block id that fills each table's tail beyond the sequence's length.
+    order:  how blocks are handed out: "random", "identity" (0, 1, 2, …) or "reversed".
     """
     gen = torch.Generator().manual_seed(seed)
     lens = [history + query for history, query in seqs]
     counts = [-(-n // block_size) for n in lens]
     num_blocks = sum(counts) + spare
-    free = torch.randperm(num_blocks, generator=gen).tolist()
+    free = torch.randperm(num_blocks, generator=gen).tolist()  # handed out from the end
+    if order != "random":
+        free.sort(reverse=order == "identity")
     tables = [[free.pop() for _ in range(n)] for n in counts]
     cache = KVCache([LayerShape(num_query_heads, num_kv_heads, head_dim)], num_blocks, block_size, dtype)
     cache.fill(garbage)
