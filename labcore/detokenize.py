@@ -4,9 +4,9 @@
                  TextStream   Hello     –     –    ␣😀   \\nUs   er   :       waits for the rest of a character
                  StopStrings  Hello               ␣😀     –     –   stop    waits while it may become a stop string
 
-A token is a run of bytes, and a character may be spread over several tokens. What a decoder makes of a token also depends on
-its neighbour to the left: sentencepiece drops the space that a text begins with. So tokens are decoded in a window,
-context and news, and the news is what the text grows by: a few short decodes a token, however long the text has become.
+A token is a run of bytes, and a character may be spread over several tokens. What a decoder makes of a token also
+depends on its neighbour to the left: sentencepiece drops the space that a text begins with. So tokens are decoded in a
+window of context and news, and the news is what the text grows by: two short decodes a token, however long the text.
 Source: the prefix and read offsets of text-generation-inference and of vLLM.
 """
 
@@ -40,8 +40,8 @@ class Detokenizer:
         """Without a tokenizer the text stays empty; raises ValueError if a stop string is to be found in it."""
         if tokenizer is None and params.stop:
             raise ValueError(
-                f"stop is {params.stop!r}; it must be None for a model without a tokenizer, which gives no text to search: "
-                f"use stop_token_ids."
+                f"stop is {params.stop!r}; it must be None for a model without a tokenizer, which gives no text to "
+                f"search: use stop_token_ids."
             )
         self.text = ""
         self._stream = TextStream(tokenizer, prompt_token_ids) if tokenizer is not None else None
@@ -72,8 +72,8 @@ class Detokenizer:
 class TextStream:
     """Output tokens in, whole characters out. Joined, they are what decoding all tokens at once gives.
 
-    Special tokens give no text. A prompt may end in the middle of a character: if the output completes it, the character
-    belongs to the output; if not, nothing of it does.
+    Special tokens give no text. A prompt may end in the middle of a character: if the output completes it, the
+    character belongs to the output; if not, nothing of it does.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> None:
@@ -127,16 +127,16 @@ class TextStream:
         return earliest, earliest
 
     def _release(self, text: str, stop: int) -> str:
-        """Give out the news of `text`, the window decoded up to `stop`, and make the tokens it came from the context."""
+        """Give out the news in `text`, the window decoded up to `stop`; its tokens are the context from here on."""
         news = text[len(self._context_text) :]
-        if self._prompt_tail:
-            shared = len(os.path.commonprefix([news, self._prompt_tail]))
-            self._prompt_tail = self._prompt_tail[shared:] if shared == len(news) else ""
-            news = news[shared:]
         if news or stop - self._num_context > LONGEST_CHARACTER:
             del self._window[: self._num_context]
             self._num_context = stop - self._num_context
             self._context_text = self._decode(self._window[: self._num_context])
+        if self._prompt_tail:
+            shared = len(os.path.commonprefix([news, self._prompt_tail]))
+            self._prompt_tail = self._prompt_tail[shared:] if shared == len(news) else ""
+            news = news[shared:]
         return news
 
     def _release_settled(self, text: str) -> str:

@@ -1,14 +1,14 @@
 """From logits to tokens, for a whole batch at once.
 
-Each row of the logits goes through the same line of small functions, in vLLM's order; a row that doesn't use one skips it:
+Each row of the logits goes down the same line of small functions, in vLLM's order; a row skips those it doesn't use:
 
-    logits ── ban_end_tokens ── apply_penalties ─┬─ argmax ────────────────────────────────────────→ greedy token
-             (min_tokens)                        └─ apply_temperature ── apply_min_p ── apply_top_k ── draw (top_p) → token
-
+    logits ─ ban_end_tokens ─ apply_penalties ─┬─ argmax ──────────────────────────────────────→ greedy token
+             (min_tokens)                      └─ apply_temperature ─ apply_min_p ─ apply_top_k ─ draw → token
+                                                                                                (top_p)
 (transformers applies min_p last instead: there top_p counts tokens that min_p is about to drop.)
 
-From the temperature on a row is a row of *weights*: unnormalised probabilities, the likeliest token weighs 1, a token that
-is out weighs 0. Nothing ever needs their sum to be 1. Truncation keeps or drops equally likely tokens together, so
+From the temperature on a row is a row of *weights*, unnormalised probabilities: the likeliest token weighs 1, a token
+that is out weighs 0, and nothing ever needs their sum to be 1. Truncation keeps or drops equal weights together, so
 that the outcome never hangs on the order in which a sort leaves ties.
 
 A draw is a race: token i arrives after E_i / w_i with E_i ~ Exp(1), and the first one home has won with probability
@@ -16,11 +16,10 @@ w_i / Σ w (the Gumbel-max trick, without the logarithm). E_i is a hash of (seed
 
 - there is no generator to keep: a request that is preempted and comes back draws what it would have drawn;
 - the row, the rest of the batch and the device have no say;
-- *nearly* equal logits give equal tokens. A product of matrices in a batch differs from the same product alone in its last
-  bits. On SmolLM2 in float32 (7e-6 a logit, on average) that changes the token at 2 positions in a million, temperature 1.
-  The obvious way, one uniform number looked up in the cumulative distribution, changes it at 1,800 in a million: an
-  error anywhere in the vocabulary moves all boundaries after it. One text of 128 tokens in five would change with its
-  company.
+- *nearly* equal logits give equal tokens. The same sum of products comes out different in its last bits when the batch
+  around it changes: on SmolLM2 in float32 by 7e-6 a logit. At temperature 1 that changes 2 tokens in a million. The
+  obvious way to draw, one uniform number looked up in the cumulative distribution, would change 1,800, because an
+  error anywhere in the vocabulary moves all boundaries after it: one text of 128 tokens in five would differ.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from labcore.request import Request
 
+SALT = 0x9E3779B97F4A7C15  # keeps the keys of small seeds apart from those of small token ids
 CHUNK = 2**19  # logits worked on at once: the temporaries of 10 rows of a 49k vocabulary stay in a CPU's cache
 
 
@@ -68,6 +68,7 @@ class Sampler:
         self.eos_token_ids = tuple(eos_token_ids)
         self._token_keys = torch.empty(0, dtype=torch.int64)
 
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         """One token for each row.
 
@@ -76,7 +77,7 @@ class Sampler:
         Raises SamplingError, and chooses nothing, if the best logit of a row is NaN or infinite.
         """
         if logits.dim() != 2 or len(logits) != len(requests):
-            raise ValueError(f"logits have shape {tuple(logits.shape)}; it must be [{len(requests)}, V], a row a request.")
+            raise ValueError(f"logits have shape {tuple(logits.shape)}; it must be [{len(requests)}, V], one row each.")
         if not requests:
             return []
         best, choice = logits.max(dim=-1)  # all that a plain greedy row costs
@@ -121,9 +122,9 @@ class Sampler:
 
 def check_best(best: Tensor, requests: Sequence[Request], why: str) -> None:
     """Raise SamplingError if any row's best logit, [S], is NaN or infinite: then the row has no best token at all."""
-    sound = torch.isfinite(best)
-    if not sound.all():
-        raise SamplingError([request.request_id for request, ok in zip(requests, sound.tolist(), strict=True) if not ok], why)
+    sound = torch.isfinite(best).tolist()
+    if not all(sound):
+        raise SamplingError([request.request_id for request, ok in zip(requests, sound, strict=True) if not ok], why)
 
 
 def chunks(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
@@ -146,10 +147,10 @@ def ban_end_tokens(logits: Tensor, requests: Sequence[Request], eos_token_ids: S
 
 
 def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Make tokens that were seen before less (or more) likely. Works in place on [R, V], and only where tokens were seen.
+    """Make tokens that were seen before less (or more) likely. Works in place on [R, V], touching seen tokens only.
 
-    repetition_penalty        for tokens of prompt or output: positive logits are divided by it, negative ones multiplied
-    frequency, presence       for tokens of the output alone: minus frequency · count, minus presence once
+    repetition            tokens of prompt or output: a positive logit is divided by it, a negative one multiplied
+    frequency, presence   tokens of the output alone: minus frequency · count, minus presence once
     Source: Keskar et al. 2019 (CTRL) for repetition; the other two are the OpenAI API's.
     """
     rows, token_ids, counts = [], [], []
@@ -211,12 +212,12 @@ def apply_top_k(weights: Tensor, top_k: Sequence[int]) -> Tensor:
 def draw(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
     """One token a row, [R] int64: the winner of the race among the row's nucleus. May change weights, [R, V].
 
-    noise   [R, V], independent draws from Exp(1); token i arrives after noise[i] / weights[i], at 0 never
+    noise   [R, V], independent draws from Exp(1); token i arrives after noise[i] / weights[i], at weight 0 never
     top_p   the nucleus of a row is the fewest heaviest tokens that hold this share of its weight, and any as heavy
             as the last of them; 1 is everything
-    Nothing is sorted. A token is in the nucleus if all that is heavier than it falls short of the share, which takes one
-    sum. If the winner is not in, nothing lighter is either: strike those out with it, and see who came in first of the
-    rest. Most rows need one round, a flat one a handful.
+    Nothing is sorted. A token is in the nucleus if all that is heavier falls short of the share: one sum tells. If the
+    winner isn't in, nothing lighter is; strike those out along with it, and see who came in first of the rest. Most
+    rows need one round, a flat one a handful.
     Source: Holtzman et al. 2020 (nucleus sampling); FlashInfer's sorting-free sampling (2025) for drawing by rejection.
     """
     token_ids = (noise / weights).argmin(dim=-1)
@@ -243,18 +244,19 @@ def exponential_noise(row_keys: Tensor, token_keys: Tensor) -> Tensor:
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """A 64-bit key for each (seed, output position), [R] int64: neighbours in either give unrelated keys."""
-    signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
+    signed = [((seed ^ SALT) + 2**63) % 2**64 - 2**63 for seed in seeds]
     return mix(mix(torch.tensor(signed)) + torch.tensor(positions))
 
 
 def mix(bits: Tensor) -> Tensor:
     """Scramble int64s one to one: any change of the input turns over about half of the output's upper bits.
 
-    Source: the finaliser of MurmurHash3 (Appleby), up to its last shift, which would only repair the lower bits.
+    Source: the finaliser of MurmurHash3 (Appleby), up to its last step, which would only repair the lower bits.
     """
-    bits = bits ^ (bits >> 33)
+    low = 2**31 - 1  # torch shifts the sign in from the left; the hash wants zeros
+    bits = bits ^ (bits >> 33).bitwise_and_(low)
     bits.mul_(-49064778989728563)  # 0xFF51AFD7ED558CCD as a signed number; products wrap around
-    bits.bitwise_xor_(bits >> 33)
+    bits.bitwise_xor_((bits >> 33).bitwise_and_(low))
     return bits.mul_(-4265267296055464877)  # 0xC4CEB9FE1A85EC53
 
 
@@ -283,8 +285,8 @@ def report(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) ->
 def top_tokens(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """(token id, logit) of each row's `count` best or a few more, best first, ties by id; logits [R, V].
 
-    topk alone leaves open which of several equal logits it returns; from the last of its values on down to the ties, all
-    are fetched here and ordered.
+    topk alone leaves open which of several equal logits it returns, so all that reach the least of its values are
+    fetched and put in order.
     """
     least = logits.topk(min(max(count, 1), logits.shape[-1]), dim=-1).values[:, -1:]
     rows, ids = (logits >= least).nonzero(as_tuple=True)

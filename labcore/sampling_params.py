@@ -1,7 +1,7 @@
 """What a caller may ask of one generation: how tokens are drawn, when it stops, what comes back.
 
-The names, defaults and meanings are vLLM's. Everything is checked here, once, before anything is queued: a value that is
-out of range is refused, never bent into range. numpy numbers are welcome and become Python's own.
+The names, defaults and meanings are vLLM's. Everything is checked here, once, before anything is queued: a value out of
+range is refused, never bent into it. numpy numbers are welcome and become Python's own.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BeamSearchParams:
     max_tokens       most output tokens of each
     length_penalty   a finished sequence scores its summed log-probability / length ** length_penalty
     ignore_eos       let sequences go on after the model's end token
-    temperature      0: beams are ranked by the model's own probabilities and nothing is drawn, so no other value is taken
+    temperature      0 and nothing else: beams are ranked by the model's own probabilities, none is drawn
     """
 
     beam_width: int = 4

@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 
 NOT_WHOLE = [True, False, 1.0, "1", math.nan, [1], np.float64(2)]
-NOT_A_NUMBER = [True, "0.5", math.nan, math.inf, -math.inf, 10**400, [0.5], 1j, np.float32("nan"), np.float32("inf"), None]
+NOT_A_NUMBER = [
+    True,
+    "0.5",
+    math.nan,
+    math.inf,
+    -math.inf,
+    10**400,
+    [0.5],
+    1j,
+    np.float32("nan"),
+    np.float32("inf"),
+    None,
+]
 
 BAD = (
     [("n", value) for value in [0, -1, None, *NOT_WHOLE]]
@@ -49,7 +61,14 @@ def test_a_bad_value_is_refused_in_one_line_that_names_field_value_and_range(nam
 def test_the_defaults_are_vllms():
     p = SamplingParams()
     assert (p.n, p.temperature, p.top_p, p.top_k, p.min_p, p.seed) == (1, 1.0, 1.0, 0, 0.0, None)
-    assert (p.max_tokens, p.min_tokens, p.stop, p.stop_token_ids, p.ignore_eos, p.logprobs) == (16, 0, (), (), False, None)
+    assert (p.max_tokens, p.min_tokens, p.stop, p.stop_token_ids, p.ignore_eos, p.logprobs) == (
+        16,
+        0,
+        (),
+        (),
+        False,
+        None,
+    )
     assert (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0.0, 0.0, 1.0)
 
 
@@ -59,8 +78,8 @@ def test_the_ends_of_every_range_are_accepted_and_kept_as_they_are():
         presence_penalty=-2.0, frequency_penalty=-2.0, repetition_penalty=0.01,
     )  # fmt: skip
     high = dict(
-        n=1000, temperature=1e300, top_p=1.0, top_k=10**9, min_p=1.0, seed=2**63 - 1, max_tokens=10**9, min_tokens=10**9,
-        logprobs=10**6, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=100.0,
+        n=1000, temperature=1e300, top_p=1.0, top_k=10**9, min_p=1.0, seed=2**63 - 1, max_tokens=10**9,
+        min_tokens=10**9, logprobs=10**6, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=100.0,
     )  # fmt: skip
     for values in (low, high):
         params = SamplingParams(**values)
