@@ -16,7 +16,7 @@ import pytest
 
 from labcore.blocks import BlockPool
 from labcore.course import specs
-from labcore.course.exercises import Exercise, expect_equal, find_exercise
+from labcore.course.exercises import Exercise, expect_equal, expect_raises, find_exercise
 from labcore.course.limit import run_limited
 from labcore.course.record import load_progress, progress_path
 from labcore.course.session import Session, judge
@@ -51,6 +51,19 @@ class ForgetsToCount(BlockPool):
 class Unwritten(BlockPool):
     def allocate(self, n):
         raise NotImplementedError("your turn: 77.allocate")
+
+
+class RefusedByAnother(BlockPool):
+    def allocate(self, n):
+        try:
+            raise NotImplementedError("your turn: 77.allocate")
+        except NotImplementedError as error:
+            raise ValueError("refused") from error
+
+
+class NbgradersStub(BlockPool):
+    def allocate(self, n):
+        raise NotImplementedError()
 
 
 class NeedsAnother(BlockPool):
@@ -120,6 +133,8 @@ def test_a_wrong_answer_hears_what_came_what_was_expected_and_which_hint_fits(se
     [
         (..., "not yet — nothing is written here yet."),
         (Unwritten, "not yet — nothing is written here yet."),
+        (RefusedByAnother, "not yet — nothing is written here yet."),
+        (NbgradersStub, "not yet — nothing is written here yet."),
         (NeedsAnother, "not yet — 77.leak comes first."),
         (TakesTooMany, "allocate(3) was asked of a pool of 4.\n              expected 3, got 4."),
         (Stumbles, "it raised IndexError: pop from empty list in allocate, at `return [].pop()`."),
@@ -344,3 +359,15 @@ def test_an_exercise_that_lacks_something_is_refused(field, value, said):
     fields = vars(find_exercise("77.allocate")) | {field: value}
     with pytest.raises(ValueError, match=said):
         Exercise(**fields)
+
+
+def test_a_stub_is_no_answer_where_an_error_is_asked_for():
+    def stub():
+        raise NotImplementedError("your turn: 77.allocate")
+
+    def real():
+        raise RuntimeError("none left")
+
+    expect_raises(RuntimeError, real, "x")
+    with pytest.raises(NotImplementedError, match="your turn"):
+        expect_raises(RuntimeError, stub, "x")

@@ -72,8 +72,10 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
     BlockTable = finished("02.copy_on_write", BlockTable)           # yours once it passes, ours until then
 
 `finished` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
-labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. `check`
-and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can lock the check.
+labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. What it
+falls back to makes objects of labcore's classes, not of the notebook's: below it, compare numbers and lists, no
+classes. `check` and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can
+lock the check.
 
 In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
 NotImplementedError("your turn: 02.copy_on_write")` in a function, and `name = ...` for each name that they define

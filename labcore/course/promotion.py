@@ -103,8 +103,9 @@ def marked_names(source: str) -> list[str]:
 def differences(symbol: Promoted, package: Path) -> list[str]:
     """Where a promoted symbol and the package part, each as a few readable lines; empty if they agree."""
     module, _, name = symbol.name.rpartition(".")
-    file = package / (module.replace(".", "/") + ".py")
-    where = f"{symbol.name}   notebook {symbol.notebook}, cell {symbol.cell}, and labcore/{file.relative_to(package)}"
+    path = module.replace(".", "/") + ".py"
+    file = package / path
+    where = f"{symbol.name}   notebook {symbol.notebook}, cell {symbol.cell}, and labcore/{path}"
     if not file.is_file():
         return [f"{where}: there is no such module."]
     node = definitions(ast.parse(file.read_text(encoding="utf-8"))).get(name)
@@ -120,9 +121,7 @@ def differences(symbol: Promoted, package: Path) -> list[str]:
     theirs = members(node)
     for member in [*theirs, *(m for m in symbol.members if m not in theirs)]:
         cell = symbol.cells.get(member, symbol.cell)
-        where = (
-            f"{symbol.name}.{member}   notebook {symbol.notebook}, cell {cell}, and labcore/{file.relative_to(package)}"
-        )
+        where = f"{symbol.name}.{member}   notebook {symbol.notebook}, cell {cell}, and labcore/{path}"
         problems += _drift(where, symbol.members.get(member), theirs.get(member))
     return problems
 

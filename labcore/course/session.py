@@ -21,6 +21,7 @@ from labcore.course.exercises import (
     notebook_exercises,
     notebooks_with_exercises,
     resolve,
+    stub_of,
 )
 from labcore.course.limit import run_limited, same_random_state
 from labcore.course.place import place_of_error
@@ -28,7 +29,6 @@ from labcore.course.record import Progress, load_progress, progress_path, progre
 from labcore.course.wording import sentence, shorten, wrapped
 
 LIMIT_SECONDS = 20
-YOUR_TURN = "your turn: "  # what the stub of an unwritten function raises, before its exercise's id
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Verdict:
 
     def __str__(self) -> str:
         came = f"{'done' if self.done else 'not yet'} — {sentence(self.what)}"
-        nudge = f"   hint({self.hint}) for a nudge" if self.hint else ""
+        nudge = f"hint({self.hint}) for a nudge" if self.hint else ""
         if not self.expected:
-            return wrapped(self.exercise_id, came + nudge)
+            return wrapped(self.exercise_id, came, nudge)
         blank = " " * len(self.exercise_id)
-        return wrapped(self.exercise_id, came) + "\n" + wrapped(blank, f"expected {sentence(self.expected)}{nudge}")
+        return wrapped(self.exercise_id, came) + "\n" + wrapped(blank, f"expected {sentence(self.expected)}", nudge)
 
 
 def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict:
@@ -62,12 +62,11 @@ def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict
         return Verdict(exercise.id, False, f"it was still running after {limit:g} s{place}", "it to come to an end", 1)
     if error is None:
         return Verdict(exercise.id, True, exercise.passed)
+    if missing := stub_of(error):
+        what = "nothing is written here yet" if missing in ("?", exercise.id) else f"{missing} comes first"
+        return Verdict(exercise.id, False, what, hint=1)
     if isinstance(error, Mismatch):
         return Verdict(exercise.id, False, error.what, error.expected, min(error.hint, len(exercise.hints)))
-    if isinstance(error, NotImplementedError) and (not str(error) or str(error).startswith(YOUR_TURN)):
-        missing = str(error)[len(YOUR_TURN) :]
-        what = "nothing is written here yet" if missing in ("", exercise.id) else f"{missing} comes first"
-        return Verdict(exercise.id, False, what, hint=1)
     place, said = place_of_error(error), shorten(str(error))
     message = f"{type(error).__name__}: {said}" if said else type(error).__name__
     what = f"it raised {message} {place}" if place else f"what it gave can't be used: {message}"

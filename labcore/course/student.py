@@ -27,11 +27,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labcore.course.exercises import find_exercise
+from labcore.course.exercises import YOUR_TURN, find_exercise
 from labcore.course.files import write_atomically
 from labcore.course.house import notebook_files
 from labcore.course.notebooks import MalformedNotebook, calls, notebook_text, parse_cell, read_notebook
-from labcore.course.session import YOUR_TURN
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

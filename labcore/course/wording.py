@@ -31,8 +31,15 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?", "…")) else text + "."
 
 
-def wrapped(lead: str, text: str) -> str:
-    """`lead`, three spaces and the text in lines of at most WIDTH characters, each below where the text began."""
+def wrapped(lead: str, text: str, tail: str = "") -> str:
+    """`lead`, three spaces and the text in lines of at most WIDTH characters, each below where the text began.
+
+    tail: a few words that stay together, at the end of the last line or on a line of their own.
+    """
     indent = " " * (len(lead) + 3)
     lines = textwrap.wrap(text, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
-    return "\n".join([f"{lead}   {lines[0] if lines else ''}".rstrip(), *(indent + line for line in lines[1:])])
+    if tail and len(indent) + len(lines[-1]) + 3 + len(tail) <= WIDTH:
+        lines[-1] += "   " + tail
+    elif tail:
+        lines.append(tail)
+    return "\n".join([f"{lead}   {lines[0]}", *(indent + line for line in lines[1:])])
