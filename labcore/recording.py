@@ -87,6 +87,7 @@ class Recording:
         self.records: list[StepRecord] = []
         self.pending: StepRecord | None = None  # events since the last step that is over; part of the next one
         self._cursor = (0, self._replay())  # records applied so far, and the picture they gave
+        self._seen: Snapshot | None = None
 
     @property
     def steps(self) -> list[int]:
@@ -100,6 +101,8 @@ class Recording:
         """
         if step is None:
             return self._latest()
+        if self._seen is not None and self._seen.step == step:
+            return self._seen
         stop = bisect_right(self.records, step, key=lambda record: record.step)
         if stop == 0 or self.records[stop - 1].step != step:
             known = f"{self.records[0].step} … {self.records[-1].step}" if self.records else "none yet"
@@ -110,7 +113,17 @@ class Recording:
         for record in self.records[done:stop]:
             replay.apply(record)
         self._cursor = (stop, replay)
-        return replay.snapshot()
+        self._seen = replay.snapshot()
+        return self._seen
+
+    def request_ids(self) -> list[str]:
+        """Every request of the run in order of arrival; the place is the request's number. An id may come twice."""
+        return [
+            detail["name"]
+            for record in self._all_records()
+            for kind, _, _, detail in (*record.before, *record.after)
+            if kind == "arrive"
+        ]
 
     def snapshots(self, steps: Iterable[int] | None = None) -> Iterator[Snapshot]:
         """A snapshot after each of `steps` (ascending; all when None), in one pass."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 ABSENT: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class BlockState:
+class BlockState(NamedTuple):
     """One physical block after a step.
 
     owners    (request id, logical index) of each table that lists it, oldest request first
@@ -41,8 +40,7 @@ class BlockState:
         return "free" if self.hash is None else "cached"
 
 
-@dataclass(frozen=True)
-class RequestState:
+class RequestState(NamedTuple):
     """One unfinished request after a step. `number` counts requests in their order of arrival, from 0."""
 
     request_id: str
@@ -97,6 +95,19 @@ class Snapshot:
     def count(self, state: str) -> int:
         """Number of blocks in a state: "free", "cached", "owned" or "shared"."""
         return sum(block.state == state for block in self.blocks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The snapshot as plain dicts and lists, for JSON."""
+        return {
+            "step": self.step,
+            "time": self.time,
+            "block_size": self.block_size,
+            "blocks": [block._asdict() | {"state": block.state} for block in self.blocks],
+            "requests": [request._asdict() for request in self.requests.values()],
+            "scheduled": self.scheduled,
+            "queues": self.queues,
+            "pool_free": self.pool_free,
+        }
 
     @property
     def unaccounted(self) -> int:

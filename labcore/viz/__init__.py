@@ -16,4 +16,13 @@ from labcore.viz.picture import Picture
 from labcore.viz.queues import queues
 from labcore.viz.timeline import timeline
 
-__all__ = ["Picture", "block_map", "block_tables", "describe", "memory", "queues", "timeline"]
+__all__ = ["Picture", "block_map", "block_tables", "describe", "explore", "memory", "queues", "timeline"]
+
+
+def __getattr__(name: str) -> object:
+    """`explore` needs ipywidgets, the pictures don't."""
+    if name == "explore":
+        from labcore.viz.explorer import explore
+
+        return explore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,19 @@ from typing import Any
 from labcore.recording import Recording
 from labcore.snapshot import Snapshot
 from labcore.viz import grid
-from labcore.viz.picture import NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
+from labcore.viz.picture import (
+    BUDGET,
+    NOTHING,
+    Facts,
+    Picture,
+    axis,
+    chosen,
+    columns,
+    fit,
+    heading,
+    nothing_recorded,
+    picture,
+)
 from labcore.viz.style import FAINT
 
 MAX_LINES = 40
@@ -17,17 +29,23 @@ MANY_BLOCKS = 160
 AXES = {"xaxis": "x", "yaxis": "y"}
 
 
-def block_map(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Picture:
+def block_map(
+    recording: Recording,
+    step: int | None = None,
+    *,
+    steps: Iterable[int] | None = None,
+    budget: int = BUDGET,
+) -> Picture:
     """The pool after each step: a cell a block, coloured and lettered by owner, hatched if shared, filled as it fills.
 
     step    the one shown at first; the last one when None
-    steps   those that the slider offers; all of them, or a sample that keeps the picture small, when None
+    steps   those that the slider offers; all of them when None
+    budget  bytes of notebook that the frames may take; more steps are sampled
     """
     if not recording.steps:
         return nothing_recorded()
-    step, steps = chosen(recording, step, steps)
+    step, steps = chosen(recording, step, steps, budget)
     capacity = max(recording.num_blocks, len(recording.at(step).blocks))
-    numbers = grid.request_numbers(recording)
     place = grid.Grid(capacity, recording.block_size)
     everywhere = range(capacity)
     cells = grid.Cells(
@@ -37,7 +55,7 @@ def block_map(recording: Recording, step: int | None = None, *, steps: Iterable[
 
     def frame(step: int) -> dict[str, Any]:
         snapshot = recording.at(step)
-        layers = grid.changes(_layers(recording, snapshot, cells, numbers, thin))
+        layers = grid.changes(_layers(recording, snapshot, cells, thin))
         return {
             "name": str(step), "traces": [0, 1, 2, 3], "data": layers,
             "layout": {"title": {"text": headline(snapshot)}},
@@ -45,21 +63,22 @@ def block_map(recording: Recording, step: int | None = None, *, steps: Iterable[
 
     snapshot = recording.at(step)
     traces = [
-        *_layers(recording, snapshot, cells, numbers, thin),
+        *_layers(recording, snapshot, cells, thin),
         *([_block_ids(place)] if capacity <= MANY_BLOCKS else []),
-        *grid.legend(numbers),
+        *grid.legend(recording.request_ids()),
     ]
-    return picture(
-        traces, _layout(place, headline(snapshot)), block_map_facts(recording, step), fit(frame, steps, step), step
-    )
+    layout = _layout(place, headline(snapshot))
+    return picture(traces, layout, block_map_facts(recording, step), fit(frame, steps, step, budget), step)
 
 
 def headline(snapshot: Snapshot) -> str:
-    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`."""
-    said = ", ".join(f"{snapshot.count(state)} {state}" for state in ("owned", "shared", "cached", "free"))
-    text = f"step {snapshot.step}   {len(snapshot.blocks)} blocks: {said}"
+    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`, and how many the pool misses."""
+    counts = {state: snapshot.count(state) for state in ("owned", "shared", "cached", "free")}
     lost = snapshot.unaccounted
-    return text if lost == 0 else f"{text} — but the pool has {abs(lost)} {'fewer' if lost > 0 else 'more'} free"
+    counts["free"] -= max(0, lost)
+    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    note = f", {lost} taken by no request" if lost > 0 else f", {-lost} free but listed by a table" if lost else ""
+    return f"step {snapshot.step}   {len(snapshot.blocks)} blocks: {said}{note}"
 
 
 def block_map_facts(recording: Recording, step: int | None = None) -> Facts:
@@ -76,7 +95,7 @@ def block_map_facts(recording: Recording, step: int | None = None) -> Facts:
 
 
 def _layers(
-    recording: Recording, snapshot: Snapshot, cells: grid.Cells, numbers: dict[str, int], thin: bool
+    recording: Recording, snapshot: Snapshot, cells: grid.Cells, thin: bool
 ) -> list[dict[str, Any]]:
     blocks = snapshot.blocks[: len(cells.x)]
     if thin:
@@ -84,11 +103,11 @@ def _layers(
     else:
         hover = {"hovertext": [grid.block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"}
     return cells.layers(
-        colours=[grid.block_colour(block, numbers) for block in blocks],
+        colours=[grid.block_colour(snapshot, block) for block in blocks],
         amounts=[grid.block_amount(block) for block in blocks],
         shared=[block.block for block in blocks if block.state == "shared"],
         cached=[block.block for block in blocks if block.state == "cached"],
-        labels=[grid.block_label(block, numbers) for block in blocks],
+        labels=[grid.block_label(snapshot, block) for block in blocks],
         hover=hover,
         size=13 if len(blocks) <= 40 else 11 if len(blocks) <= MANY_BLOCKS else 8,
     )

@@ -16,7 +16,19 @@ from labcore.recording import Recording
 from labcore.snapshot import RequestState, Snapshot
 from labcore.viz import grid
 from labcore.viz.block_map import MANY_BLOCKS
-from labcore.viz.picture import NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
+from labcore.viz.picture import (
+    BUDGET,
+    NOTHING,
+    Facts,
+    Picture,
+    axis,
+    chosen,
+    columns,
+    fit,
+    heading,
+    nothing_recorded,
+    picture,
+)
 from labcore.viz.style import EMPTY, FAINT, INK, PAPER, colour, letter, safe, short
 
 MAX_ROWS = 8
@@ -37,17 +49,23 @@ class Entry:
     column: int
 
 
-def block_tables(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Picture:
+def block_tables(
+    recording: Recording,
+    step: int | None = None,
+    *,
+    steps: Iterable[int] | None = None,
+    budget: int = BUDGET,
+) -> Picture:
     """Logical to physical: the tables of the first eight requests above, the pool below, arrows between.
 
     step    the one shown at first; the last one when None
-    steps   those that the slider offers; all of them, or a sample that keeps the picture small, when None
+    steps   those that the slider offers; all of them when None
+    budget  bytes of notebook that the frames may take; more steps are sampled
     """
     if not recording.steps:
         return nothing_recorded()
-    step, steps = chosen(recording, step, steps)
+    step, steps = chosen(recording, step, steps, budget)
     capacity = max(recording.num_blocks, len(recording.at(step).blocks))
-    numbers = grid.request_numbers(recording)
     rows = max(1, max(min(MAX_ROWS + 1, len(recording.at(s).tables)) for s in steps))
     place = grid.Grid(capacity, recording.block_size, top=rows + 1)
 
@@ -55,7 +73,7 @@ def block_tables(recording: Recording, step: int | None = None, *, steps: Iterab
         snapshot = recording.at(step)
         shown = entries(snapshot)
         return (
-            _pool(snapshot, shown, place, numbers),
+            _pool(snapshot, shown, place),
             _tables(recording, snapshot, shown, place),
             [_gaps(snapshot, place), _arrows(shown, place)],
         )
@@ -70,7 +88,7 @@ def block_tables(recording: Recording, step: int | None = None, *, steps: Iterab
     pool, tables, rest = layers(step)
     widest = max((entry.column + 1 for s in steps for entry in entries(recording.at(s))), default=1)
     layout = _layout(place, widest, recording.at(step))
-    frames = fit(frame, steps, step)
+    frames = fit(frame, steps, step, budget)
     return picture(
         [*pool, *tables, *rest, _empty_pool(place)], layout, block_tables_facts(recording, step), frames, step
     )
@@ -120,7 +138,7 @@ def block_tables_facts(recording: Recording, step: int | None = None) -> Facts:
     return Facts("\n".join([headline(snapshot), *columns(table), *more]))
 
 
-def _pool(snapshot: Snapshot, shown: list[Entry], place: grid.Grid, numbers: dict[str, int]) -> list[dict[str, Any]]:
+def _pool(snapshot: Snapshot, shown: list[Entry], place: grid.Grid) -> list[dict[str, Any]]:
     """All blocks of a small pool; of a large one those that the tables above list."""
     blocks = [block for block in snapshot.blocks[: place.num_blocks] if block.state != "free"]
     if place.num_blocks > MANY_BLOCKS:
@@ -130,11 +148,11 @@ def _pool(snapshot: Snapshot, shown: list[Entry], place: grid.Grid, numbers: dic
         [place.x(b.block) for b in blocks], [place.base(b.block) for b in blocks], place.block_size, AXES
     )
     return cells.layers(
-        colours=[grid.block_colour(block, numbers) for block in blocks],
+        colours=[grid.block_colour(snapshot, block) for block in blocks],
         amounts=[grid.block_amount(block) for block in blocks],
         shared=[i for i, block in enumerate(blocks) if block.state == "shared"],
         cached=[i for i, block in enumerate(blocks) if block.state == "cached"],
-        labels=[grid.block_label(block, numbers) for block in blocks],
+        labels=[grid.block_label(snapshot, block) for block in blocks],
         hover={"hovertext": [f"block {block.block}" for block in blocks], "hoverinfo": "text"},
         size=8 if place.num_blocks > MANY_BLOCKS else 11,
     )

@@ -123,10 +123,10 @@ def _places(trace: dict[str, Any]) -> dict[str, Any]:
     return {key: trace[key] for key in ("x", "base", "y")}
 
 
-def block_colour(block: BlockState, numbers: dict[str, int]) -> str:
+def block_colour(snapshot: Snapshot, block: BlockState) -> str:
     """The first owner's colour, grey for a block that is only cached, white for a free one."""
     if block.owners:
-        return colour(numbers[block.owners[0][0]])
+        return colour(snapshot.requests[block.owners[0][0]].number)
     return CACHED if block.state == "cached" else EMPTY
 
 
@@ -135,11 +135,11 @@ def block_amount(block: BlockState) -> int:
     return 0 if block.state == "free" else len(block.tokens)
 
 
-def block_label(block: BlockState, numbers: dict[str, int]) -> str:
+def block_label(snapshot: Snapshot, block: BlockState) -> str:
     """Letters of up to three owners, "×40" for more, "#" for a block that only the cache knows, "" for a free one."""
     if not block.owners:
         return "#" if block.state == "cached" else ""
-    letters = "".join(letter(numbers[name]) for name, _ in block.owners[:4])
+    letters = "".join(letter(snapshot.requests[name].number) for name, _ in block.owners[:4])
     return letters if block.refcount == 1 or len(letters) <= 3 else f"×{block.refcount}"
 
 
@@ -171,12 +171,12 @@ def block_hover(recording: Recording, snapshot: Snapshot, block: BlockState) -> 
     return "<br>".join(lines)
 
 
-def legend(names: dict[str, int], states: Sequence[str] = ("shared", "cached", "free")) -> list[dict[str, Any]]:
+def legend(request_ids: Sequence[str], states: Sequence[str] = ("shared", "cached", "free")) -> list[dict[str, Any]]:
     """Legend entries, as traces without data: what the patterns mean, and which letter is whose."""
     looks = {"shared": ("/", EMPTY, "shared"), "cached": (".", CACHED, "# cached, free"), "free": ("", EMPTY, "free")}
     entries = [looks[state] for state in states]
-    ordered = sorted(names.items(), key=lambda item: item[1])
-    entries += [("", colour(number), f"{letter(number)} {short(name)}") for name, number in ordered[:LEGEND_REQUESTS]]
+    named = enumerate(request_ids[:LEGEND_REQUESTS])
+    entries += [("", colour(number), f"{letter(number)} {short(name)}") for number, name in named]
     traces = [
         {
             "type": "bar", "x": [None], "y": [None], "name": safe(name), "hoverinfo": "skip",
@@ -185,17 +185,8 @@ def legend(names: dict[str, int], states: Sequence[str] = ("shared", "cached", "
         }
         for shape, fill, name in entries
     ]  # fmt: skip
-    if len(ordered) > LEGEND_REQUESTS:
-        more = f"… and {len(ordered) - LEGEND_REQUESTS} more"
+    if len(request_ids) > LEGEND_REQUESTS:
+        more = f"… and {len(request_ids) - LEGEND_REQUESTS} more"
         blank = {"type": "scatter", "mode": "lines", "line": {"color": CLEAR}, "hoverinfo": "skip"}
         traces.append(blank | {"x": [None], "y": [None], "name": more})
     return traces
-
-
-def request_numbers(recording: Recording) -> dict[str, int]:
-    """Every request id of the run and its number, which gives its letter and its colour."""
-    names: dict[str, int] = {}
-    for event in recording.events():
-        if event.kind == "arrive":
-            names.setdefault(event.request, len(names))
-    return names

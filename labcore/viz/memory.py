@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from labcore.recording import Recording
 from labcore.snapshot import Snapshot
 from labcore.viz.picture import (
+    BUDGET,
     NOTHING,
     Facts,
     Picture,
@@ -74,11 +75,18 @@ def memory_point(recording: Recording, snapshot: Snapshot) -> MemoryPoint:
     )
 
 
-def memory(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Picture:
+def memory(
+    recording: Recording,
+    step: int | None = None,
+    *,
+    steps: Iterable[int] | None = None,
+    budget: int = BUDGET,
+) -> Picture:
     """Used, shared, wasted, cached and free slots over time, stacked; dashed, the contiguous reservation.
 
     step    where the cursor stands at first; the last one when None
     steps   those to draw; all of them, at most 300, when None
+    budget  bytes of notebook that the frames may take; the slider offers a sample then
     """
     if not recording.steps:
         return nothing_recorded()
@@ -131,7 +139,7 @@ def memory(recording: Recording, step: int | None = None, *, steps: Iterable[int
         "yaxis": axis("KV slots (tokens)", range=[0, top * 1.04], ticklabelstandoff=4),
         "margin": {"l": 70},
     }
-    frames = fit(frame, [point.step for point in points], step)
+    frames = fit(frame, [point.step for point in points], step, budget)
     return picture(traces, layout, memory_facts(recording, step, steps=steps), frames, step)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 
@@ -16,6 +16,7 @@ BUDGET = 400_000
 """Bytes that the frames of one picture may take in a notebook file."""
 CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 MAX_FRAMES = 60
+Item = TypeVar("Item")
 
 
 class Facts(str):
@@ -133,42 +134,48 @@ def axis(title: str = "", **settings: Any) -> dict[str, Any]:
     } | settings
 
 
-def sample(steps: Sequence[int], limit: int, keep: int | None = None) -> list[int]:
+def sample(steps: Sequence[Item], limit: int, keep: Item | None = None) -> list[Item]:
     """At most `limit` of the steps, evenly spread: the first, the last, and `keep` among them."""
     steps = list(steps)
     if len(steps) > limit:
         places = {round(i * (len(steps) - 1) / max(1, limit - 1)) for i in range(limit)}
-        picked = {steps[place] for place in places}
-        if keep is not None and keep not in picked:
-            nearest = min(picked - {steps[0], steps[-1]} or picked, key=lambda step: (abs(step - keep), step))
-            picked = picked - {nearest} | {keep}
-        steps = sorted(picked)
+        wanted = steps.index(keep) if keep is not None else 0
+        if wanted not in places:
+            places.discard(min(places - {0, len(steps) - 1} or places, key=lambda place: (abs(place - wanted), place)))
+            places.add(wanted)
+        steps = [steps[place] for place in sorted(places)]
     return steps
 
 
-def chosen(recording: Recording, step: int | None, steps: Iterable[int] | None) -> tuple[int, list[int]]:
-    """The step to show first, and those that the slider offers. Raises ValueError if one was not recorded."""
+def chosen(
+    recording: Recording, step: int | None, steps: Iterable[int] | None, budget: int | None = None
+) -> tuple[int, list[int]]:
+    """The step to show first, and those that the slider offers: with a budget, no more than can ever fit into it.
+
+    Raises ValueError if one was not recorded.
+    """
     known = recording.steps
     steps = known if steps is None else sorted(set(steps))
     step = (steps or known)[-1] if step is None else step
     steps = sorted({*steps, step})
-    missing = [wanted for wanted in steps if wanted not in range(known[0], known[-1] + 1)]
-    if missing:
-        raise ValueError(f"step is {missing[0]}; recorded steps are {known[0]} … {known[-1]}.")
-    return step, steps
+    for wanted in (steps[0], steps[-1], step):
+        if not known[0] <= wanted <= known[-1]:
+            raise ValueError(f"step is {wanted}; recorded steps are {known[0]} … {known[-1]}.")
+    return step, steps if budget is None else sample(steps, most_frames(budget), step)
 
 
-def fit(
-    frame: Callable[[int], dict[str, Any]], steps: Sequence[int], keep: int, budget: int = BUDGET
-) -> list[dict[str, Any]]:
-    """Frames for as many steps, evenly spread and `keep` among them, as take `budget` bytes in a notebook file."""
-    limit = MAX_FRAMES
-    while True:
-        frames = [frame(step) for step in sample(steps, limit, keep)]
-        size = sum(map(stored_size, frames))
-        if size <= budget or len(frames) <= 2:
-            return frames
-        limit = max(2, min(len(frames) - 1, int(len(frames) * budget / size)))
+def most_frames(budget: int) -> int:
+    """Frames that a picture has at most: 60 in a notebook, more where there is more room."""
+    return max(2, MAX_FRAMES * budget // BUDGET)
+
+
+def fit(frame: Callable[[int], dict[str, Any]], steps: Sequence[int], keep: int, budget: int) -> list[dict[str, Any]]:
+    """Frames for as many of the steps, evenly spread and `keep` among them, as take `budget` bytes in a notebook."""
+    frames = [frame(step) for step in sample(steps, most_frames(budget), keep)]
+    while len(frames) > 2 and (size := sum(map(stored_size, frames))) > budget:
+        fewer = max(2, min(len(frames) - 1, int(len(frames) * budget / size)))
+        frames = sample(frames, fewer, next(f for f in frames if f["name"] == str(keep)))
+    return frames
 
 
 def stored_size(part: Any, depth: int = 7) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from labcore.recording import Recording
 from labcore.snapshot import RequestState, Snapshot
-from labcore.viz.grid import request_numbers
 from labcore.viz.picture import (
+    BUDGET,
     NOTHING,
     Facts,
     Picture,
@@ -30,11 +30,18 @@ QUEUES = {"running": SPANS["decode"][1], "swapped": SPANS["swapped"][1], "waitin
 PATTERNS = {"running": "", "swapped": ".", "waiting": "/"}
 
 
-def queues(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Picture:
+def queues(
+    recording: Recording,
+    step: int | None = None,
+    *,
+    steps: Iterable[int] | None = None,
+    budget: int = BUDGET,
+) -> Picture:
     """The lengths of the queues over time, and below, the requests in each at one step, next one first.
 
     step    the one shown at first; the last one when None
     steps   those to draw; all of them, at most 300, when None
+    budget  bytes of notebook that the frames may take; the slider offers a sample then
     """
     if not recording.steps:
         return nothing_recorded()
@@ -42,7 +49,6 @@ def queues(recording: Recording, step: int | None = None, *, steps: Iterable[int
     drawn = sample(steps, MAX_POINTS, keep=step)
     lengths = [{name: len(queue) for name, queue in recording.at(s).queues.items()} for s in drawn]
     most = max(1, *(sum(length.values()) for length in lengths))
-    numbers = request_numbers(recording)
     traces = [
         {
             "type": "scatter", "mode": "lines", "name": name, "stackgroup": "queues", "x": held(drawn, 1),
@@ -53,12 +59,12 @@ def queues(recording: Recording, step: int | None = None, *, steps: Iterable[int
         }
         for name, fill in QUEUES.items()
     ]  # fmt: skip
-    traces += [_cursor(step, most), *_chips(recording.at(step), numbers)]
+    traces += [_cursor(step, most), *_chips(recording.at(step))]
     moving = list(range(3, len(traces)))
 
     def frame(step: int) -> dict[str, Any]:
         snapshot = recording.at(step)
-        cursor, chips, more = _cursor(step, most), *_chips(snapshot, numbers)
+        cursor, chips, more = _cursor(step, most), *_chips(snapshot)
         data = [
             {"type": "scatter", "x": cursor["x"]},
             {"type": "bar", "marker": {"color": chips["marker"]["color"]}}
@@ -81,7 +87,7 @@ def queues(recording: Recording, step: int | None = None, *, steps: Iterable[int
             tickvals=[-0.5, -1.5, -2.5], ticktext=list(QUEUES), tickfont={"size": 11, "color": INK},
         ),
     }  # fmt: skip
-    return picture(traces, layout, queues_facts(recording, step), fit(frame, drawn, step), step)
+    return picture(traces, layout, queues_facts(recording, step), fit(frame, drawn, step, budget), step)
 
 
 def headline(snapshot: Snapshot) -> str:
@@ -122,7 +128,7 @@ def _cursor(step: int, most: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _chips(snapshot: Snapshot, numbers: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _chips(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any]]:
     """One lettered chip a request; what doesn't fit in a row is counted at its end."""
     places, more = [], []
     for row, name in enumerate(QUEUES):

@@ -17,7 +17,7 @@ from labcore.viz.style import FAINT, INK, SPANS, safe, short
 if TYPE_CHECKING:
     from labcore.naive import Stay
 
-MAX_NAMED = 16
+NUM_SAMPLES = 6
 
 
 def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Picture:
@@ -51,16 +51,26 @@ def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -
 
 
 def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Facts:
-    """One line a request: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`."""
+    """Where everybody lies, if they have names: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
+
+    Otherwise what is free at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
+    """
     stop = max((stay.stop for stay in stays), default=0)
     lines = [f"{num_slots:,} slots, {len(stays)} requests, {stop:,} steps"]
-    names = [*names, *[f"r{index}" for index in range(len(names), len(stays))]]
     width = max((len(short(name, 12)) for name in names), default=0)
-    for stay, name in list(zip(stays, names))[:MAX_NAMED]:
+    for stay, name in zip(stays, names):
         lines.append(f"  {short(name, 12):{width}}  {_place(stay)}")
-    if len(stays) > MAX_NAMED:
-        lines.append(f"  … and {len(stays) - MAX_NAMED} more")
+    if stays and not names:
+        steps = sorted({stop * part // NUM_SAMPLES for part in range(NUM_SAMPLES)})
+        lines += [_free_at(stays, num_slots, step) for step in steps]
     return Facts("\n".join(lines))
+
+
+def _free_at(stays: Sequence[Stay], num_slots: int, step: int) -> str:
+    held = sorted(stay.region for stay in stays if stay.start <= step < stay.stop)
+    edges = [0, *(edge for region in held for edge in (region.start, region.stop)), num_slots]
+    holes = [stop - start for start, stop in zip(edges[::2], edges[1::2]) if stop > start]
+    return f"  step {step:5,}   {sum(holes):6,} slots free, {len(holes)} holes, the largest {max(holes, default=0):,}"
 
 
 def _place(stay: Stay) -> str:

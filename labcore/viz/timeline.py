@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 from labcore.recording import Recording
 from labcore.spans import SPAN_STATES, Span
-from labcore.viz.picture import MAX_FRAMES, Facts, Picture, axis, picture, sample
+from labcore.viz.picture import BUDGET, Facts, Picture, axis, fit, most_frames, picture, sample
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 
 Run = Recording | Sequence[Span]
 MAX_TICKS = 40
 
 
-def timeline(*runs: Run, titles: Sequence[str] = (), step: int | None = None) -> Picture:
+def timeline(
+    *runs: Run, titles: Sequence[str] = (), step: int | None = None, budget: int = BUDGET
+) -> Picture:
     """Requests over steps, a row each, as coloured, hatched and lettered bars; several runs stand side by side.
 
     runs     flight records, or lists of `Span` (static batching gives those)
     titles   one a run
     step     where the cursor stands at first; the last step when None
+    budget   bytes of notebook that the frames may take; the slider offers a sample then
     """
     spans = [spans_of(run) for run in runs]
     titles = [*titles, *[""] * (len(runs) - len(titles))]
@@ -28,7 +32,7 @@ def timeline(*runs: Run, titles: Sequence[str] = (), step: int | None = None) ->
     start = min((span.start for run in spans for span in run), default=0)
     names = [_rows(run) for run in spans]
     tallest = max(map(len, names), default=1)
-    steps = sample(range(int(start), max(int(start) + 1, int(-(-stop // 1)))), MAX_FRAMES, keep=step)
+    steps = list(range(int(start), max(int(start) + 1, ceil(stop))))
     step = steps[-1] if step is None else step
     facts = timeline_facts(*runs, titles=titles)
 
@@ -65,10 +69,13 @@ def timeline(*runs: Run, titles: Sequence[str] = (), step: int | None = None) ->
             layout["annotations"].append(_title(titles[k], domain[0]))
     cursors = [len(traces) + k for k in range(len(runs))]
     traces += [_cursor(run, step, tallest, k) for k, run in enumerate(spans)]
-    frames = [
-        {"name": str(s), "traces": cursors, "data": [_cursor(run, s, tallest, k) for k, run in enumerate(spans)]}
-        for s in steps
-    ]
+
+    def frame(step: int) -> dict[str, Any]:
+        moved = [_cursor(run, step, tallest, k) for k, run in enumerate(spans)]
+        moved = [{key: cursor[key] for key in ("type", "x", "hovertext")} for cursor in moved]
+        return {"name": str(step), "traces": cursors, "data": moved}
+
+    frames = fit(frame, sample(steps, most_frames(budget), step), step, budget)
     return picture(traces, layout, facts, frames, step)
 
 
@@ -124,6 +131,7 @@ def _bars(spans: Sequence[Span], rows: list[str], suffix: str, used: set[str], f
                 "text": mark,
                 "textposition": "inside",
                 "insidetextanchor": "middle",
+                "width": 0.75,  # left alone, a state with few rows draws fatter bars than its neighbours
                 "textangle": 0,
                 "insidetextfont": {"color": INK, "size": 9},
                 "hovertext": [

@@ -1,0 +1,63 @@
+"""`labcore trace`: look at a flight record on the command line, or turn it into one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from labcore.recording import Recording
+
+PICTURES = ("block_map", "block_tables", "timeline", "memory", "queues")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register `labcore trace`."""
+    parser = subparsers.add_parser("trace", help="look at a flight record, or make an HTML page of it")
+    parser.add_argument("file", help="a flight record, saved with llm.engine.recorder.save(FILE)")
+    parser.add_argument("--html", metavar="OUT", help="write one page with all pictures, which needs no network")
+    parser.add_argument("--title", help="title of the page (default: the file's name)")
+    parser.add_argument("--step", type=int, help="tell about this step (default: the last one)")
+    parser.add_argument("--picture", choices=PICTURES, default="timeline", help="what to tell (default: timeline)")
+    parser.add_argument("--json", action="store_true", help="machine-readable: the run, and the state at --step")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tell about a record, or write its page. Raises ValueError, in one line, for a file or a step that won't do."""
+    recording = Recording.load(arguments.file)
+    if not recording.steps:
+        raise ValueError(f"{arguments.file} holds no step — record a run with LLM(…, record=True) and save it.")
+    if arguments.html:
+        from labcore.viz.page import write_page
+
+        write_page(recording, arguments.html, arguments.title or Path(arguments.file).name)
+        told = {"html": arguments.html, "bytes": Path(arguments.html).stat().st_size}
+        print(json.dumps(told) if arguments.json else f"{told['html']}: {told['bytes'] / 1e6:.1f} MB")
+    elif arguments.json:
+        state = recording.at(arguments.step or recording.steps[-1]).as_dict()
+        print(json.dumps(summary(recording) | {"state": state}))
+    else:
+        from labcore.viz.describe import describe
+
+        told = summary(recording)
+        pool = f"{recording.num_blocks} blocks of {recording.block_size}"
+        print(f"{told['steps']} steps, {told['requests']} requests, {pool}")
+        print(", ".join(f"{count} {kind}" for kind, count in told["events"].items()))
+        print(describe(recording, arguments.step, arguments.picture))
+    return 0
+
+
+def summary(recording: Recording) -> dict[str, Any]:
+    """Sizes and counts of a run."""
+    return {
+        "steps": len(recording.steps),
+        "first_step": recording.steps[0],
+        "last_step": recording.steps[-1],
+        "requests": len(recording.request_ids()),
+        "num_blocks": recording.num_blocks,
+        "block_size": recording.block_size,
+        "events": dict(Counter(event.kind for event in recording.events())),
+    }

@@ -1,0 +1,220 @@
+"""The explorer: a live panel around the pictures. Buttons call a `Session`; figures and texts are the notebooks' own.
+
+    prompt ▁▁▁▁▁▁▁▁▁▁▁▁  max tokens  priority  n   [submit]
+    [step] [run] [pause]   request ▾ [fork] [abort]   blocks ▁ [take away] [give back]
+    step ──────────●──   (block map) (tables) (timeline) (memory) (queues)
+    ▢▣▣▢ …                                                             the picture
+    step 12   24 blocks: …                                              the same in words, and every text so far
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from html import escape
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import ipywidgets as widgets
+
+from labcore.recording import Recording
+from labcore.viz.block_map import block_map
+from labcore.viz.block_tables import block_tables
+from labcore.viz.describe import describe
+from labcore.viz.memory import memory
+from labcore.viz.picture import CONFIG, PLOTLY_MIME, Picture
+from labcore.viz.queues import queues
+from labcore.viz.session import Session
+from labcore.viz.timeline import timeline
+
+VIEWS: dict[str, tuple[str, Callable[[Recording, int], Picture]]] = {
+    "block map": ("block_map", lambda recording, step: block_map(recording, step, steps=[step])),
+    "tables": ("block_tables", lambda recording, step: block_tables(recording, step, steps=[step])),
+    "timeline": ("timeline", lambda recording, step: timeline(recording, step=step)),
+    "memory": ("memory", memory),
+    "queues": ("queues", queues),
+}
+MAX_TEXTS = 20
+
+
+def explore(what: Any) -> Explorer:
+    """A live panel for an `LLM` made with record=True, or a viewer for a flight record. End a cell with it.
+
+    One panel an engine: a second call, such as running the cell again, closes the first.
+    Raises ValueError for an llm that keeps no record.
+    """
+    session = None if isinstance(what, Recording) else Session(what)
+    recording = what if session is None else session.recorder
+    earlier = _panels.pop(recording, None)
+    if earlier is not None:
+        earlier.shut_down()
+    panel = _panels[recording] = Explorer(recording, session)
+    return panel
+
+
+_panels: WeakKeyDictionary[Recording, Explorer] = WeakKeyDictionary()
+
+
+class Explorer(widgets.VBox):
+    """See `explore`. A click does one thing to the session, and then everything is drawn from the record again."""
+
+    def __init__(self, recording: Recording, session: Session | None) -> None:
+        self.recording = recording
+        self.session = session
+        self._runner: asyncio.Task | None = None
+        self.prompt = widgets.Text("The sea at night", description="prompt", layout=_wide())
+        self.max_tokens = _number(widgets.BoundedIntText, 16, "max tokens", min=1, max=100_000)
+        self.priority = _number(widgets.IntText, 0, "priority")
+        self.n = _number(widgets.BoundedIntText, 1, "n", min=1, max=16)
+        self.target = widgets.Dropdown(description="request", layout=_narrow("220px"))
+        self.amount = _number(widgets.BoundedIntText, 4, "blocks", min=1, max=1_000_000)
+        self.message = widgets.HTML()
+        self.step_slider = widgets.IntSlider(description="step", min=0, max=0, layout=_wide(), continuous_update=False)
+        self.view = widgets.ToggleButtons(options=list(VIEWS), style={"button_width": "auto"})
+        self.figure = widgets.Output(layout=widgets.Layout(min_height="320px", width="100%"))
+        self.words = widgets.HTML()
+        controls = [] if session is None else self._controls()
+        super().__init__([*controls, self.message, self.step_slider, self.view, self.figure, self.words])
+        self.step_slider.observe(lambda _: self.draw(), "value")
+        self.view.observe(lambda _: self.draw(), "value")
+        self.refresh()
+
+    def act(self, action: Callable[[], Any], done: str = "") -> bool:
+        """Do something to the session; whether it worked. What went wrong stands in the panel until something works."""
+        try:
+            action()
+        except Exception as error:  # a learner's own part may raise anything, and the panel must live on
+            self._say(str(error) or type(error).__name__, wrong=True)
+            worked = False
+        else:
+            self._say(done)
+            worked = True
+        self.refresh()
+        return worked
+
+    def refresh(self) -> None:
+        """Follow the record: the newest step, the requests there are, the picture and the words."""
+        steps = self.recording.steps
+        followed = self.step_slider.value == self.step_slider.max
+        with self.step_slider.hold_trait_notifications():
+            if steps:
+                self.step_slider.max = max(self.step_slider.max, steps[-1])
+                self.step_slider.min = steps[0]
+                self.step_slider.value = steps[-1] if followed else self.step_slider.value
+        names = list(self.recording.at().requests) if self.session else []
+        if list(self.target.options) != names:
+            chosen = self.target.value
+            self.target.options = names
+            self.target.value = chosen if chosen in names else (names[0] if names else None)
+        self.draw()
+
+    def draw(self) -> None:
+        """The chosen picture of the chosen step, and its words. Replaces what stood there, whatever that was."""
+        name, make = VIEWS[self.view.value]
+        step = self.step_slider.value if self.recording.steps else None
+        picture = make(self.recording, step) if step is not None else block_map(self.recording)
+        self.figure.outputs = ({"output_type": "display_data", "data": still(picture), "metadata": {}},)
+        words = escape(describe(self.recording, step, name) + self._texts(), quote=False)
+        self.words.value = f"<pre style='white-space:pre-wrap;line-height:1.35'>{words}</pre>"
+
+    async def run(self) -> None:
+        """Step until nobody is left, leaving room for other clicks after every step."""
+        while self.session.is_busy and self.act(self.session.step):
+            await asyncio.sleep(0.01)
+
+    def pause(self) -> None:
+        """Stop running after the present step."""
+        if self._runner is not None:
+            self._runner.cancel()
+            self._runner = None
+
+    def shut_down(self) -> None:
+        """Stop, give borrowed blocks back, and leave the page."""
+        self.pause()
+        if self.session is not None and self.session.num_taken:
+            self.session.shrink(-self.session.num_taken)
+        self.close_all()
+
+    def close_all(self) -> None:
+        for widget in (*self.children, self):
+            widget.close()
+
+    def _controls(self) -> list[widgets.Widget]:
+        session = self.session
+        return [
+            widgets.HBox([self.prompt, self.max_tokens, self.priority, self.n, self._button("submit", self._submit)]),
+            widgets.HBox(
+                [
+                    self._button("step", self._step),
+                    self._button("run", self._start),
+                    self._button("pause", self.pause),
+                    self.target,
+                    self._button("fork", lambda: self.act(partial(session.fork, self._target()))),
+                    self._button("abort", lambda: self.act(partial(session.abort, self._target()))),
+                    self.amount,
+                    self._button("take away", lambda: self.act(partial(session.shrink, self.amount.value))),
+                    self._button("give back", lambda: self.act(partial(session.shrink, -self.amount.value))),
+                ],
+                layout=widgets.Layout(flex_flow="row wrap"),
+            ),
+        ]
+
+    def _button(self, text: str, click: Callable[[], Any]) -> widgets.Button:
+        button = widgets.Button(description=text, layout=_narrow("auto"))
+        button.on_click(lambda _: click())
+        return button
+
+    def _submit(self) -> None:
+        asked = (self.prompt.value, self.max_tokens.value, self.priority.value, self.n.value)
+        self.act(partial(self.session.submit, *asked), done="queued; it joins the next step that has room")
+
+    def _step(self) -> None:
+        if self.session.is_busy:
+            self.act(self.session.step)
+        else:
+            self._say("nothing to do — submit a prompt first")
+
+    def _start(self) -> None:
+        self.pause()
+        self._runner = asyncio.get_running_loop().create_task(self.run())
+
+    def _target(self) -> str:
+        return self.target.value or ""
+
+    def _say(self, text: str, wrong: bool = False) -> None:
+        style = "color:#a00;font-weight:600" if wrong else "color:inherit"
+        self.message.value = f"<div role='status' style='{style}'>{escape(text)}</div>" if text else ""
+
+    def _texts(self) -> str:
+        texts = {} if self.session is None else self.session.texts
+        lines = [f"{name}  {text!r}" for name, text in list(texts.items())[-MAX_TEXTS:]]
+        return "\n\n" + "\n".join(lines) if lines else ""
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        """Where no kernel runs, the words of the state that the panel was made in."""
+        bundle = super()._repr_mimebundle_(**kwargs)
+        bundle["text/plain"] = f"explorer (run the cell for the live panel)\n{describe(self.recording)}"
+        return bundle
+
+
+def still(picture: Picture) -> dict[str, Any]:
+    """A picture's data for display without slider and frames: the panel has a slider of its own."""
+    figure = picture.data_json()
+    figure["frames"] = []
+    for part in ("sliders", "updatemenus"):
+        figure["layout"].pop(part, None)
+    figure["layout"]["margin"]["b"] = 44
+    return {PLOTLY_MIME: figure | {"config": CONFIG}, "text/plain": str(picture.facts)}
+
+
+def _number(kind: type[widgets.Widget], value: int, name: str, **limits: int) -> widgets.Widget:
+    return kind(value, description=name, layout=_narrow("150px"), **limits)
+
+
+def _narrow(width: str) -> widgets.Layout:
+    return widgets.Layout(width=width)
+
+
+def _wide() -> widgets.Layout:
+    return widgets.Layout(flex="1 1 auto", width="auto", min_width="200px")
