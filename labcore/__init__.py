@@ -14,9 +14,10 @@ _HOMES = {
     "LLM": "labcore.llm",
     "EngineConfig": "labcore.config",
     "SamplingParams": "labcore.sampling_params",
+    "BeamSearchParams": "labcore.sampling_params",
 }
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "SamplingParams"]
 __version__ = "0.1.0"
 
 

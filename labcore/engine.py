@@ -1,31 +1,38 @@
 """The engine: schedule, run, update, and nothing else.
 
-         ┌────────────── step() ───────────────────────────────────────────┐
-    add ─┼→ scheduler ──plan──→ runner ──logits──→ sampler ──tokens──→ outputs ─┼→ one RequestOutput a request
-         └──────↑────────────────────────────────────────── finished ──────┘
+         ┌────────────── step() ────────────────────────────────────────────────┐
+    add ─┼→ scheduler ──plan──→ runner ──logits──→ sampler ──tokens──→ groups ──┼→ one RequestOutput a request
+         └──────↑──────────────────────────────────── forked, grown, ended ─────┘
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
+from labcore.beam import BeamSearch
+from labcore.beam_group import BeamGroup, likeliest
 from labcore.blocks import BlockPool
+from labcore.completion_group import Completion, CompletionGroup
 from labcore.config import EngineConfig
 from labcore.detokenize import Detokenizer
 from labcore.gate import Gate
+from labcore.group import Change, Group
 from labcore.integrity import check_integrity
 from labcore.models import LoadedModel
-from labcore.output_processor import Completion, CompletionGroup
 from labcore.outputs import RequestOutput
 from labcore.recorder import Recorder
 from labcore.request import Request, RequestStatus
 from labcore.runner import ModelRunner
 from labcore.sampling import SampledToken, Sampler
-from labcore.sampling_params import SamplingParams
+from labcore.sampling_params import BeamSearchParams, SamplingParams
 from labcore.scheduler import Scheduler, SchedulerOutput
+
+Params = SamplingParams | BeamSearchParams
+Drawn = SampledToken | list[tuple[int, float]]
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Spreads the seeds of requests that bring none over all 64 bits (golden ratio, as in splitmix64)."""
@@ -60,10 +67,9 @@ class Engine:
         self.gate = Gate(config, loaded, scheduler.pool)
         self._clock = clock
         self._arrivals = 0
-        self._groups: dict[str, CompletionGroup] = {}
+        self._groups: dict[str, Group] = {}
         self._requests: dict[str, Request] = {}
-        self._completions: dict[str, Completion] = {}
-        self._owners: dict[str, CompletionGroup] = {}
+        self._owners: dict[str, Group] = {}
 
     @property
     def pool(self) -> BlockPool:
@@ -73,7 +79,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
         *,
@@ -82,6 +88,7 @@ class Engine:
     ) -> None:
         """Queue a request. It joins the next step that has room for it.
 
+        params         how to sample it, or BeamSearchParams to search it
         priority       matters under scheduling_policy="priority"; a smaller number goes first
         arrival_time   seconds on the engine's clock; None is now. For metrics only
         cache_salt     its prefix is shared only with requests of the same salt: one a tenant keeps tenants apart
@@ -91,36 +98,20 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         prompt = self.check_request(request_id, prompt_token_ids, params, priority, arrival_time)
-        max_tokens = self.gate.output_limit(len(prompt), params)
-        arrival_time = self._clock() if arrival_time is None else float(arrival_time)
-        completions = [
-            Completion(
-                k,
-                Request(
-                    request_id=name,
-                    prompt_token_ids=prompt,
-                    params=params,
-                    arrival=self._arrivals + k,
-                    max_tokens=max_tokens,
-                    seed=self._seed(params, k),
-                    priority=int(priority),
-                    arrival_time=arrival_time,
-                    cache_salt=cache_salt,
-                    use_prefix_cache=use_prefix_cache,
-                ),
-                Detokenizer(self.loaded.tokenizer, prompt, params),
-            )
-            for k, name in enumerate(sequence_ids(request_id, params))
-        ]
-        self._arrivals += params.n
-        group = self._groups[request_id] = CompletionGroup(request_id, completions)
-        for completion in completions:
-            request = completion.request
-            self._requests[request.request_id] = request
-            self._completions[request.request_id] = completion
-            self._owners[request.request_id] = group
-            if self.recorder is not None:
-                self.recorder.added(request)
+        new_request = partial(
+            Request,
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=self.gate.output_limit(len(prompt), params),
+            priority=int(priority),
+            arrival_time=self._clock() if arrival_time is None else float(arrival_time),
+            cache_salt=cache_salt,
+            use_prefix_cache=use_prefix_cache,
+        )
+        new_group = self._new_beams if isinstance(params, BeamSearchParams) else self._new_completions
+        group = self._groups[request_id] = new_group(request_id, params, new_request)
+        for request in group.requests:
+            self._register(request, group)
         leader, *followers = group.requests
         self.scheduler.add(leader, followers)
 
@@ -138,13 +129,13 @@ class Engine:
         self._note_scheduled(plan)
         try:
             requests, logits = self._with_followers(*self.runner.run(plan, self._requests))
-            tokens = self.sampler(logits, requests) if requests else []
+            drawn = self._draw(requests, logits)
         except BaseException:
             self.scheduler.roll_back([self._requests[i] for i in plan.num_scheduled_tokens])
             if self.recorder is not None:
                 self.recorder.end_step(self.pool)
             raise
-        return self._update(plan, requests, tokens)
+        return self._update(plan, requests, drawn)
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that are being served, in order of arrival."""
@@ -161,12 +152,10 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             raise ValueError(f"request_id {request_id!r} is not being served; {len(self._groups)} requests are.")
-        for completion in group.completions:
-            if completion.output.finish_reason is None:
-                completion.request.metrics.finished_time = self._clock()
-                completion.finish("abort")
-                self._retire(completion.request)
-        self._close(group)
+        for request in group.abort():
+            request.metrics.finished_time = self._clock()
+            self._retire(request)
+        del self._groups[request_id]
         return group.output()
 
     def stats(self) -> dict[str, int | float]:
@@ -194,30 +183,62 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: Params,
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> list[int]:
         """The prompt as a list of ints, if the request can be served; raises ValueError if not. Changes nothing."""
         prompt = self.gate.check(request_id, prompt_token_ids, params, priority, arrival_time)
-        names = {request_id, *sequence_ids(request_id, params)}
-        if taken := sorted(names & (self._groups.keys() | self._requests.keys())):
-            raise ValueError(f"request_id {taken[0]!r} is in use; give each unfinished request an id of its own.")
+        taken = self._name_in_use(request_id, params)
+        if taken is not None:
+            raise ValueError(f"request_id {taken!r} is in use; give each unfinished request an id of its own.")
         return prompt
 
-    def _seed(self, params: SamplingParams, index: int) -> int:
-        if params.seed is not None:
-            return params.seed + index
-        return (self.config.seed + (self._arrivals + index + 1) * SEED_STRIDE) % 2**63
+    def _name_in_use(self, request_id: str, params: Params) -> str | None:
+        """A name that the request needs and another one has. "r" with n = 2 needs "r/0" and "r/1", beams need all "r/…"."""
+        searched = isinstance(params, BeamSearchParams)
+        for name in [request_id] if searched else [request_id, *sequence_ids(request_id, params)]:
+            if name in self._groups or name in self._requests:
+                return name
+        above = [request_id[:i] for i, letter in enumerate(request_id) if letter == "/"]
+        below = [name for name in self._groups if name.startswith(f"{request_id}/")] if searched else []
+        return next((n for n in [*above, *below] if n in below or isinstance(self._groups.get(n), BeamGroup)), None)
+
+    def _new_completions(
+        self, request_id: str, params: SamplingParams, new_request: Callable[..., Request]
+    ) -> CompletionGroup:
+        completions = []
+        for k, name in enumerate(sequence_ids(request_id, params)):
+            arrival = self._next_arrival()
+            own = self.config.seed + (arrival + 1) * SEED_STRIDE if params.seed is None else params.seed + k
+            request = new_request(request_id=name, arrival=arrival, seed=own % 2**63)
+            detokenizer = Detokenizer(self.loaded.tokenizer, request.prompt_token_ids, params)
+            completions.append(Completion(k, request, detokenizer))
+        return CompletionGroup(request_id, completions, self.loaded.eos_token_ids)
+
+    def _new_beams(self, request_id: str, params: BeamSearchParams, new_request: Callable[..., Request]) -> BeamGroup:
+        root = new_request(request_id=request_id, arrival=self._next_arrival(), seed=0)
+        search = BeamSearch(params, self.loaded.eos_token_ids, root.max_tokens)
+        return BeamGroup(request_id, root, search, self.loaded.tokenizer)
+
+    def _next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals - 1
+
+    def _register(self, request: Request, group: Group) -> None:
+        self._requests[request.request_id] = request
+        self._owners[request.request_id] = group
+        if self.recorder is not None:
+            self.recorder.added(request)
 
     def _note_scheduled(self, plan: SchedulerOutput) -> None:
         now = self._clock()
-        for request_id in plan.num_scheduled_tokens:
-            metrics = self._requests[request_id].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
+        scheduled = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
+        for request in scheduled:
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
         if self.recorder is not None:
-            self.recorder.scheduled(plan, [self._requests[i] for i in plan.num_scheduled_tokens])
+            self.recorder.scheduled(plan, scheduled)
 
     def _with_followers(self, requests: list[Request], logits: Tensor) -> tuple[list[Request], Tensor]:
         """A follower draws its first token from the very logits of its leader: [S, V] → [S + followers, V]."""
@@ -225,48 +246,63 @@ class Engine:
             return requests, logits
         rows, everyone = [], []
         for row, request in enumerate(requests):
-            group = self._owners[request.request_id].requests if not request.output_token_ids else [request]
-            everyone += group
-            rows += [row] * len(group)
+            family = [request] if request.output_token_ids else self._owners[request.request_id].requests
+            everyone += family
+            rows += [row] * len(family)
         return everyone, logits[rows]
 
-    def _update(
-        self, plan: SchedulerOutput, requests: list[Request], tokens: list[SampledToken]
-    ) -> list[RequestOutput]:
-        now = self._clock()
+    def _draw(self, requests: list[Request], logits: Tensor) -> list[Drawn]:
+        """A token for each request that is sampled, candidates for each that is a beam. logits: [S, V], S requests."""
+        searched = [i for i, request in enumerate(requests) if isinstance(request.params, BeamSearchParams)]
+        if not searched:
+            return self.sampler(logits, requests)
+        sampled = [i for i in range(len(requests)) if i not in set(searched)]
+        drawn: dict[int, Drawn] = {}
+        counts = [self._owners[requests[i].request_id].search.num_candidates for i in searched]
+        drawn.update(zip(searched, likeliest(logits[searched], counts), strict=True))
+        drawn.update(zip(sampled, self.sampler(logits[sampled], [requests[i] for i in sampled]), strict=True))
+        return [drawn[i] for i in range(len(requests))]
+
+    def _update(self, plan: SchedulerOutput, requests: list[Request], drawn: list[Drawn]) -> list[RequestOutput]:
         for request_id, n in plan.num_scheduled_tokens.items():
             self.scheduler.computed(self._requests[request_id], n)
         for request in requests:  # before any of them can end, and give back the blocks that are to be shared
             if request.request_id in self.scheduler.followers:
                 self.scheduler.follow(request, leader=self._owners[request.request_id].requests[0])
-        gained: dict[str, CompletionGroup] = {}
-        for request, token in zip(requests, tokens, strict=True):
+        gained: dict[str, Group] = {}
+        for request, result in zip(requests, drawn, strict=True):
             group = self._owners[request.request_id]
-            gained[group.request_id] = group
-            reason = self._completions[request.request_id].append(token, self.loaded.eos_token_ids)
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
-            if self.recorder is not None:
-                self.recorder.sampled(request, token.token_id)
-            if reason is not None:
-                request.metrics.finished_time = now
-                self._retire(request)
+            change = group.take(request, result)
+            self._apply(change, group)
+            if change.grown or change.ended:
+                gained[group.request_id] = group
         for group in gained.values():
             if group.finished:
-                self._close(group)
+                del self._groups[group.request_id]
         if self.recorder is not None:
             self.recorder.end_step(self.pool)
         return [group.output() for group in gained.values()]
+
+    def _apply(self, change: Change, group: Group) -> None:
+        now = self._clock()
+        for child, parent in change.forks:
+            self._register(child, group)
+            self.scheduler.fork(child, parent)
+        for request in change.grown:
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            if self.recorder is not None:
+                self.recorder.sampled(request, request.output_token_ids[-1])
+        for request in change.ended:
+            request.metrics.finished_time = now
+            self._retire(request)
 
     def _retire(self, request: Request) -> None:
         """Take a request that has its finish reason out of the scheduler; its blocks are free from here on."""
         if self.recorder is not None:
             self.recorder.finished(request)
         self.scheduler.finish(request)
-        del self._requests[request.request_id], self._completions[request.request_id], self._owners[request.request_id]
-
-    def _close(self, group: CompletionGroup) -> None:
-        del self._groups[group.request_id]
+        del self._requests[request.request_id], self._owners[request.request_id]
 
 
 def sequence_ids(request_id: str, params: SamplingParams) -> list[str]:

@@ -10,7 +10,7 @@ from labcore.blocks import BlockPool
 from labcore.config import EngineConfig
 from labcore.detokenize import Detokenizer
 from labcore.models import LoadedModel
-from labcore.sampling_params import SamplingParams
+from labcore.sampling_params import BeamSearchParams, SamplingParams
 
 
 class Gate:
@@ -25,7 +25,7 @@ class Gate:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         priority: int,
         arrival_time: float | None,
     ) -> list[int]:
@@ -41,14 +41,21 @@ class Gate:
         self._check_room(request_id, len(prompt), params)
         return prompt
 
-    def output_limit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def output_limit(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams) -> int:
         """Most output tokens of a request: its own max_tokens, or what max_model_len leaves."""
         room = self.config.max_model_len - num_prompt_tokens
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > self.config.max_num_seqs:
+                raise ValueError(
+                    f"beam_width is {params.beam_width}; it must be from 1 to max_num_seqs, which is "
+                    f"{self.config.max_num_seqs}: all beams run side by side."
+                )
+            return
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params is {params!r}; it must be a SamplingParams.")
+            raise ValueError(f"params is {params!r}; it must be a SamplingParams or a BeamSearchParams.")
         beyond = [token for token in params.stop_token_ids if token >= self.loaded.vocab_size]
         if beyond:
             raise ValueError(f"stop_token_ids has {beyond[0]}; each must be a token id, {self._token_range()}.")
@@ -63,7 +70,7 @@ class Gate:
                 raise ValueError(f"prompt token {position} is {token!r}; it must be a token id, {self._token_range()}.")
         return [int(token) for token in prompt]
 
-    def _check_room(self, request_id: str, num_prompt_tokens: int, params: SamplingParams) -> None:
+    def _check_room(self, request_id: str, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams) -> None:
         longest = self.config.max_model_len
         if num_prompt_tokens >= longest:
             raise ValueError(
@@ -72,12 +79,21 @@ class Gate:
                 f"{self.loaded.max_positions:,})."
             )
         limit = self.output_limit(num_prompt_tokens, params)
-        needed = -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)  # the last token needs no KV
+        needed = self._blocks_needed(num_prompt_tokens, limit, getattr(params, "beam_width", 1))
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"request {request_id!r} needs {needed:,} blocks when finished, the pool has {self.pool.num_blocks:,} — lower "
                 f"max_tokens (now {limit:,}) or give the pool more memory (num_blocks, kv_cache_memory_gb)."
             )
+
+    def _blocks_needed(self, num_prompt_tokens: int, limit: int, beam_width: int) -> int:
+        """Blocks of one finished sequence, whose last token needs no KV; or of all beams of a search, at their worst.
+
+        Beams share the full blocks of their prompt. Without a prefix cache, one that was preempted computes its own.
+        """
+        whole = -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)
+        shared = num_prompt_tokens // self.pool.block_size if self.config.enable_prefix_caching else 0
+        return whole if beam_width == 1 else shared + beam_width * (whole - shared)
 
     def _token_range(self) -> str:
         return f"0 … {self.loaded.vocab_size - 1:,} for this model"

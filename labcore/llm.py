@@ -15,10 +15,11 @@ from labcore.attention.select import select_backend
 from labcore.blocks import BlockPool
 from labcore.chunking import ChunkPolicy
 from labcore.config import EngineConfig
+from labcore.engine import Params
 from labcore.models import LoadedModel, load
 from labcore.outputs import RequestOutput
 from labcore.prefix import PrefixCache
-from labcore.sampling_params import SamplingParams
+from labcore.sampling_params import BeamSearchParams, SamplingParams
 from labcore.scheduler import Preemption, Scheduler
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -67,7 +68,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -104,6 +105,16 @@ class LLM:
         params = one_each("params", SamplingParams() if params is None else params, len(tokens))
         return self._serve(tokens, params, [0] * len(tokens), use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams | Sequence[BeamSearchParams] | None = None, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """The likeliest texts that a beam search finds for each prompt, as `outputs`, best first.
+
+        An output's `cumulative_logprob` is the sum of its tokens' log-probabilities; the order is that of
+        `cumulative_logprob / len(token_ids) ** length_penalty`. Prompts and errors are those of `generate`.
+        """
+        return self.generate(prompts, BeamSearchParams() if params is None else params, use_tqdm=use_tqdm)
+
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation under the model's chat template, ready for the assistant's turn."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -125,7 +136,7 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _serve(
-        self, prompts: list[list[int]], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
+        self, prompts: list[list[int]], params: list[Params], priorities: list[int], use_tqdm: bool
     ) -> list[RequestOutput]:
         engine = self.engine
         if engine.has_unfinished_requests():

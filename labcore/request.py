@@ -34,6 +34,7 @@ class Request:
     """One sequence of tokens. What a caller asks with n > 1 is served as n of these: one leads, n - 1 follow it.
 
     arrival       position in the order of arrival; a preempted request keeps it, and so keeps its place
+    birth         order among the beams of one search, which share their arrival
     arrival_step  scheduler step in which it was queued
     max_tokens    most output tokens, already cut to what max_model_len leaves
     seed          resolved: the request's own, or one derived from the engine's
@@ -56,6 +57,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     arrival_step: int = 0
+    birth: int = 0
     num_computed_tokens: int = 0
     table: BlockTable | None = None
     num_cached_tokens: int = 0

@@ -44,12 +44,9 @@ class ModelRunner:
         input_ids, positions, meta = self._flatten(batch)
         last = meta.cu_seqlens[1:].long() - 1
         caught_up = [i for i, (request, n) in enumerate(batch) if n == request.num_uncomputed_tokens]
-        if not caught_up:
-            self._forward(input_ids, positions, meta, last[:1])
-            return [], torch.empty(0)
-        keep = last if len(caught_up) == len(batch) else last[torch.tensor(caught_up, device=self.device)]
-        logits = self._forward(input_ids, positions, meta, keep)
-        return [batch[i][0] for i in caught_up], logits[0].float()
+        keep = last if len(caught_up) == len(batch) else last[caught_up or [0]]  # a model must be asked for one row at least
+        logits = self._forward(input_ids, positions, meta, keep)[0].float()
+        return [batch[i][0] for i in caught_up], logits[: len(caught_up)]
 
     def _forward(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata, keep: Tensor) -> Tensor:
         return self.model(

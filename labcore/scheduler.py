@@ -82,7 +82,7 @@ class FirstComeFirstServed(Policy):
     """In order of arrival. Nobody is pushed out for a newcomer."""
 
     def entitlement(self, request: Request) -> tuple:
-        return (request.arrival,)
+        return (request.arrival, request.birth)
 
     def outranks(self, waiting: Request, running: Request) -> bool:
         return False
@@ -100,7 +100,7 @@ class PriorityWithAging(Policy):
         self.aging = aging
 
     def entitlement(self, request: Request) -> tuple:
-        return (request.priority * self.aging + request.arrival_step, request.arrival)
+        return (request.priority * self.aging + request.arrival_step, request.arrival, request.birth)
 
     def outranks(self, waiting: Request, running: Request) -> bool:
         more_urgent = waiting.priority < running.priority
@@ -192,19 +192,25 @@ class Scheduler:
         self.followers.update((follower.request_id, follower) for follower in followers)
 
     def follow(self, follower: Request, leader: Request) -> None:
-        """The leader's prompt is computed: the follower shares its blocks, the partly filled one too, and runs beside it.
-
-        Where all sequence slots are taken it queues instead, and computes the prompt again or finds it in the cache.
-        """
+        """The leader's prompt is computed: the follower shares its blocks, the partly filled one too."""
         del self.followers[follower.request_id]
-        if len(self.running) == self.max_num_seqs:
-            self.waiting.push(follower)
+        self.fork(follower, leader)
+
+    def fork(self, child: Request, parent: Request) -> None:
+        """The child begins with the parent's tokens, owns its blocks as well, and runs beside it if a slot is free.
+
+        A parent without KV, or a batch without a slot, has the child queue and compute its tokens, or find them cached.
+        """
+        if parent.status is not RequestStatus.RUNNING or len(self.running) == self.max_num_seqs:
+            child.table = BlockTable(self.pool)
+            child.status = RequestStatus.WAITING
+            self.waiting.push(child)
             return
-        follower.table = leader.table.fork()
-        follower.num_computed_tokens = leader.num_computed_tokens
-        follower.num_cached_tokens = leader.num_cached_tokens
-        follower.prefix_chain = list(leader.prefix_chain)
-        self._run(follower)
+        child.table = parent.table.fork()
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.prefix_chain = list(parent.prefix_chain)
+        self._run(child)
 
     def finish(self, request: Request) -> None:
         """Take a request out, whatever it is doing, and give its blocks back."""
@@ -226,6 +232,8 @@ class Scheduler:
         budget = self._schedule_running(plan, self.max_num_batched_tokens)
         if not plan.preempted:  # what was just taken from one request must not go to a newcomer
             self._schedule_waiting(plan, budget)
+        if not plan.num_scheduled_tokens:
+            self._end_a_standstill(plan)
         return plan
 
     def computed(self, request: Request, num_tokens: int) -> None:
@@ -281,11 +289,28 @@ class Scheduler:
             i += 1
         return budget
 
-    def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> None:
+    def _end_a_standstill(self, plan: SchedulerOutput) -> None:
+        """Nobody who runs has anything to compute: they are beams, and each waits for a sibling that found no room.
+
+        Who stands behind the first of the waiting makes room for it. Of the most entitled family nobody has to, and that
+        one fits by itself (`Gate`); so a step always moves somebody.
+        """
+        entitlement = self.policy.entitlement
+        while self.waiting and not plan.num_scheduled_tokens:
+            self._schedule_waiting(plan, self.max_num_batched_tokens, careful=False)
+            if plan.num_scheduled_tokens or not self.running:
+                return
+            if entitlement(self.running[-1]) < entitlement(self.waiting.peek()):
+                return
+            self._preempt(self.running[-1], plan)
+
+    def _schedule_waiting(self, plan: SchedulerOutput, budget: int, careful: bool = True) -> None:
+        """Let requests in, in order, until one finds no room. careful leaves room for those who run to grow."""
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
-            if self._blocks_missing(request, cached) > self.pool.num_free - self._blocks_spoken_for():
+            spoken_for = self._blocks_spoken_for() if careful else 0
+            if self._blocks_missing(request, cached) > self.pool.num_free - spoken_for:
                 return
             request.num_computed_tokens = len(cached) * self.pool.block_size
             n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)

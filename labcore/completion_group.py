@@ -1,10 +1,12 @@
-"""From sampled tokens to what a caller sees: text, log-probabilities, and the moment when a request is done."""
+"""n continuations of one prompt: from drawn tokens to text, log-probabilities, and the moment when each is done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from dataclasses import replace
 
 from labcore.detokenize import Detokenizer
+from labcore.group import Change, Group
 from labcore.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from labcore.request import Request
 from labcore.sampling import SampledToken
@@ -20,7 +22,7 @@ class Completion:
         if request.params.logprobs is not None:
             self.output.cumulative_logprob, self.output.logprobs = 0.0, []
 
-    def append(self, token: SampledToken, eos_token_ids: Sequence[int]) -> str | None:
+    def append(self, token: SampledToken, eos_token_ids: Collection[int]) -> str | None:
         """Take one more token in. Returns the finish reason if it is the last one."""
         request, output = self.request, self.output
         request.output_token_ids.append(token.token_id)
@@ -39,7 +41,11 @@ class Completion:
         self.output.text = self.detokenizer.text
         self.output.finish_reason = self.request.finish_reason = reason
 
-    def _finish_reason(self, token_id: int, eos_token_ids: Sequence[int]) -> str | None:
+    def snapshot(self) -> CompletionOutput:
+        logprobs = None if self.output.logprobs is None else list(self.output.logprobs)
+        return replace(self.output, token_ids=list(self.output.token_ids), logprobs=logprobs)
+
+    def _finish_reason(self, token_id: int, eos_token_ids: Collection[int]) -> str | None:
         params, num_output = self.request.params, len(self.request.output_token_ids)
         if num_output >= params.min_tokens:
             if token_id in eos_token_ids and not params.ignore_eos:
@@ -49,36 +55,45 @@ class Completion:
         return "length" if num_output >= self.request.max_tokens else None
 
 
-class CompletionGroup:
-    """All continuations of one prompt: what one `request_id` of the caller stands for."""
+class CompletionGroup(Group):
+    """The first request leads: it computes the prompt, and the others follow with its blocks."""
 
-    def __init__(self, request_id: str, completions: list[Completion]) -> None:
+    def __init__(self, request_id: str, completions: list[Completion], eos_token_ids: Collection[int]) -> None:
         self.request_id = request_id
         self.completions = completions
+        self.requests = [completion.request for completion in completions]
+        self._by_id = {completion.request.request_id: completion for completion in completions}
+        self._eos_token_ids = eos_token_ids
 
-    @property
-    def requests(self) -> list[Request]:
-        return [completion.request for completion in self.completions]
+    def take(self, request: Request, token: SampledToken) -> Change:
+        """One of the continuations gained a token."""
+        reason = self._by_id[request.request_id].append(token, self._eos_token_ids)
+        if reason is None:
+            return Change(grown=[request])
+        self.requests.remove(request)
+        return Change(grown=[request], ended=[request])
 
-    @property
-    def finished(self) -> bool:
-        return all(completion.output.finish_reason is not None for completion in self.completions)
+    def abort(self) -> list[Request]:
+        ended, self.requests = self.requests, []
+        for request in ended:
+            self._by_id[request.request_id].finish("abort")
+        return ended
 
     def output(self) -> RequestOutput:
-        """A snapshot, cumulative: later steps don't change it."""
         first = self.completions[0].request
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=first.prompt_token_ids,
             num_cached_tokens=first.num_cached_tokens,
-            outputs=[snapshot(completion.output) for completion in self.completions],
+            outputs=[completion.snapshot() for completion in self.completions],
             metrics=self._metrics(),
             finished=self.finished,
         )
 
     def _metrics(self) -> RequestMetrics:
-        requests = self.requests
-        first_tokens = [m.first_token_time for m in (r.metrics for r in requests) if m.first_token_time is not None]
+        """Of the group as a whole: the first token is the earliest of all, the last one the latest."""
+        requests = [completion.request for completion in self.completions]
+        first_tokens = [r.metrics.first_token_time for r in requests if r.metrics.first_token_time is not None]
         return RequestMetrics(
             arrival_time=requests[0].arrival_time,
             first_scheduled_time=requests[0].metrics.first_scheduled_time,
@@ -86,10 +101,3 @@ class CompletionGroup:
             finished_time=max(r.metrics.finished_time for r in requests) if self.finished else None,
             num_preemptions=sum(request.num_preemptions for request in requests),
         )
-
-
-def snapshot(output: CompletionOutput) -> CompletionOutput:
-    logprobs = None if output.logprobs is None else list(output.logprobs)
-    return CompletionOutput(
-        output.index, output.text, list(output.token_ids), output.finish_reason, output.cumulative_logprob, logprobs
-    )

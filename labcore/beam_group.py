@@ -1,0 +1,114 @@
+"""A beam search in the engine: each beam is a request, forked where it goes on in two ways, dropped where in none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from labcore.beam import BeamSearch
+from labcore.group import Change, Group
+from labcore.outputs import CompletionOutput, RequestOutput
+from labcore.request import Request
+
+
+class BeamGroup(Group):
+    """All beams of one prompt. A round of the search takes place when every beam's candidates are there.
+
+    They may come in different steps: a beam that was preempted is still being computed while its siblings stand ready.
+    """
+
+    def __init__(
+        self, request_id: str, root: Request, search: BeamSearch, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.request_id = request_id
+        self.requests = [root]
+        self.search = search
+        self._root = root
+        self._tokenizer = tokenizer
+        self._candidates: dict[str, list[tuple[int, float]]] = {}
+        self._births = 1
+        self._aborted = False
+
+    def take(self, request: Request, candidates: list[tuple[int, float]]) -> Change:
+        """A beam's likeliest next tokens are there. Nothing changes before the last beam's are."""
+        self._candidates[request.request_id] = candidates
+        if len(self._candidates) < len(self.requests):
+            return Change()
+        parents = self.requests
+        branches = self.search.advance([self._candidates[beam.request_id] for beam in parents])
+        self._candidates.clear()
+        change, continued, grown = Change(), set(), []
+        for branch in branches:
+            beam = parents[branch.parent]
+            if branch.parent in continued:
+                beam = self._child_of(beam)
+                change.forks.append((beam, parents[branch.parent]))
+            continued.add(branch.parent)
+            grown.append((beam, branch.token_id))
+        for beam, token_id in grown:  # only now: children start from their parent's tokens before this round
+            beam.output_token_ids.append(token_id)
+        self.requests = change.grown = [beam for beam, _ in grown]
+        change.ended = [beam for i, beam in enumerate(parents) if i not in continued]
+        for beam in change.ended:
+            beam.finish_reason = "dropped"
+        return change
+
+    def abort(self) -> list[Request]:
+        ended, self.requests, self._aborted = self.requests, [], True
+        for beam in ended:
+            beam.finish_reason = "abort"
+        return ended
+
+    def output(self) -> RequestOutput:
+        """The best texts so far, best first."""
+        outputs = [
+            CompletionOutput(
+                index=k,
+                text="" if self._tokenizer is None else self._tokenizer.decode(text.token_ids, skip_special_tokens=True),
+                token_ids=list(text.token_ids),
+                finish_reason=text.finish_reason or ("abort" if self._aborted else None),
+                cumulative_logprob=text.logprob,
+            )
+            for k, text in enumerate(self.search.best())
+        ]
+        root = self._root
+        return RequestOutput(
+            self.request_id,
+            root.prompt_token_ids,
+            root.num_cached_tokens,
+            outputs,
+            replace(root.metrics, num_preemptions=root.num_preemptions),
+            finished=self.finished,
+        )
+
+    def _child_of(self, parent: Request) -> Request:
+        """A request with the parent's tokens so far, and a name and a place in the queue of its own."""
+        child = Request(
+            request_id=f"{self.request_id}/{self._births}",
+            prompt_token_ids=parent.prompt_token_ids,
+            params=parent.params,
+            arrival=parent.arrival,
+            birth=self._births,
+            max_tokens=parent.max_tokens,
+            seed=parent.seed,
+            priority=parent.priority,
+            arrival_time=parent.arrival_time,
+            arrival_step=parent.arrival_step,
+            cache_salt=parent.cache_salt,
+            use_prefix_cache=parent.use_prefix_cache,
+            output_token_ids=list(parent.output_token_ids),
+        )
+        self._births += 1
+        return child
+
+
+def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """For each row of logits, [S, V], its `counts[i]` likeliest (token id, log-probability)."""
+    logprobs = logits.float().log_softmax(-1)
+    values, ids = torch.topk(logprobs, min(max(counts), logits.shape[-1]), dim=-1)
+    rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
+    return [list(zip(row_ids[:n], row_values[:n], strict=True)) for row_ids, row_values, n in rows]
