@@ -31,9 +31,10 @@ COMMANDS: Table = {
     "bench": (BENCHMARKS, "measure on this machine"),
     "check": ("labcore.commands.check", "which exercises are done, and what comes next"),
     "student": ("labcore.commands.student", "make the student edition of the notebooks"),
+    "trace": ("labcore.viz.cli", "look at a flight record, or make an HTML page of it"),
     "course": ("labcore.commands.course", "for authors: run, promote, rules, claims"),
 }
-"""name: (module, or a table of its own, and help). trace joins as its module is written."""
+"""name: (module, or a table of its own, and help)."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,7 +20,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--html", metavar="OUT", help="write one page with all pictures, which needs no network")
     parser.add_argument("--title", help="title of the page (default: the file's name)")
     parser.add_argument("--step", type=int, help="tell about this step (default: the last one)")
-    parser.add_argument("--picture", choices=PICTURES, default="timeline", help="what to tell (default: timeline)")
+    parser.add_argument(
+        "--picture", choices=PICTURES, help="what to tell (default: timeline, or block_map when --step is given)"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable: the run, and the state at --step")
     parser.set_defaults(run=run)
 
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         told = {"html": arguments.html, "bytes": Path(arguments.html).stat().st_size}
         print(json.dumps(told) if arguments.json else f"{told['html']}: {told['bytes'] / 1e6:.1f} MB")
     elif arguments.json:
-        state = recording.at(arguments.step or recording.steps[-1]).as_dict()
+        state = recording.at(recording.steps[-1] if arguments.step is None else arguments.step).as_dict()
         print(json.dumps(summary(recording) | {"state": state}))
     else:
         from labcore.viz.describe import describe
@@ -46,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         pool = f"{recording.num_blocks} blocks of {recording.block_size}"
         print(f"{told['steps']} steps, {told['requests']} requests, {pool}")
         print(", ".join(f"{count} {kind}" for kind, count in told["events"].items()))
-        print(describe(recording, arguments.step, arguments.picture))
+        picture = arguments.picture or ("timeline" if arguments.step is None else "block_map")
+        print(describe(recording, arguments.step, picture))
     return 0
 
 
