@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import mini_course
 import pytest
@@ -16,6 +17,8 @@ from labcore.course import specs
 from labcore.course.notebooks import clean, code_cells, execute, read_notebook, run_notebook
 from labcore.course.record import NAME
 from labcore.course.student import build
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +128,11 @@ def test_printed_text_compares_equal_however_it_was_cut_into_messages(tmp_path):
     done = subprocess.run([*command, "77_mini.ipynb", "77_slow.ipynb"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "6 passed" in done.stdout
+
+
+def test_the_course_needs_no_torch_until_something_is_proved():
+    """A machine where torch doesn't load still checks exercises, builds editions and shows progress."""
+    code = "import sys, labcore.course, labcore.commands.course, labcore.commands.student, labcore.commands.check;"
+    code += "print('torch' in sys.modules, 'nbclient' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False False\n", done.stderr

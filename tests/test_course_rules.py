@@ -189,11 +189,26 @@ def test_monkey_patching_is_found(tmp_path, source):
     [
         "import plotly.io as pio\npio.renderers.default = 'svg'",
         "import os\nos.environ['A'] = 'b'",
-        "class A:\n    def f(self):\n        self.x = 1",
+        "class A:\n    def f(self):\n        self._x = 1\n        return self._x, self.__class__",
     ],
 )
 def test_ordinary_assignments_are_no_patches(tmp_path, source):
     assert broken(tmp_path, numbered(cell("code", source))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._x",
+        "from labcore.blocks import BlockPool as P\nP._enqueue",
+        "from os import _exit",
+        "import a._b",
+    ],
+)
+def test_private_names_of_others_are_found(tmp_path, source):
+    assert any(
+        "is private to whoever made it" in problem for problem in broken(tmp_path, numbered(cell("code", source)))
+    )
 
 
 def test_a_later_notebook_may_not_define_what_an_earlier_one_owns(tmp_path):

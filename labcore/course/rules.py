@@ -282,6 +282,25 @@ def patches_nothing(n: Written) -> list[str]:
     return broken
 
 
+def leaves_private_names_alone(n: Written) -> list[str]:
+    """No `_name` of anything imported: the next release of a library, or of labcore, may not have it."""
+    imported: set[str] = set()
+    broken = []
+    for number, tree in n.trees():
+        names = [
+            alias for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
+        ]
+        imported |= {alias.asname or alias.name.split(".")[0] for alias in names}
+        private = [alias.name for alias in names if _is_private(alias.name.split(".")[-1])]
+        private += [
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and _is_private(node.attr) and _root_name(node) in imported
+        ]
+        broken += [f"cell {number}: uses `{name}`, which is private to whoever made it" for name in private]
+    return broken
+
+
 def claims_are_shown(n: Written) -> list[str]:
     """The claims that the ledger gives to this notebook are shown by `ledger(...)`, and no others are asked for."""
     owned = {claim.id for claim in load_claims() if claim.notebook == n.number}
@@ -313,6 +332,7 @@ RULES: tuple[Callable[[Written], list[str]], ...] = (
     exercises_are_complete,
     defines_nothing_of_earlier_notebooks,
     patches_nothing,
+    leaves_private_names_alone,
     claims_are_shown,
 )
 
@@ -340,6 +360,10 @@ def _patched(tree: ast.AST) -> Iterator[str]:
     for call in (*calls(tree, "setattr"), *calls(tree, "delattr")):
         if call.args:
             yield _root_name(call.args[0])
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
 
 
 def _root_name(node: ast.AST) -> str:
