@@ -10,14 +10,24 @@ from pathlib import Path
 
 import mini_course
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mini_course import cell, mini_notebook, printed, write
-from nbformat.v4 import new_output
+from nbformat.v4 import new_notebook, new_output
 
 from labcore import cli
 from labcore.course import specs
 from labcore.course.exercises import notebook_exercises
 from labcore.course.house import notebook_files
-from labcore.course.notebooks import MalformedNotebook, code_cells, execute, notebook_text, read_notebook
+from labcore.course.notebooks import (
+    MalformedNotebook,
+    clean,
+    code_cells,
+    execute,
+    notebook_text,
+    parse_cell,
+    read_notebook,
+)
 from labcore.course.student import MANIFEST, EditedWork, build, nbgrader_source, put_back, student_edition
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -351,6 +361,38 @@ def test_putting_the_solutions_back_makes_the_master_again_byte_for_byte():
     taken = edition(notebook=notebook)
     assert notebook_text(taken.notebook) != notebook_text(notebook)
     assert notebook_text(put_back(taken)) == notebook_text(notebook)
+
+
+STATEMENTS = st.sampled_from(
+    ["secret_{} = 1", "if secret_{}:\n    pass", "for secret_{} in []:\n    continue", "return secret_{}"]
+)
+KEPT = st.sampled_from(["", "a = 1", '"""Words."""', "# a comment", "if a:\n    b = 2"])
+
+
+@st.composite
+def exercises(draw):
+    """A function with kept lines and solutions in turn, at some depth of nesting, as the code of one cell."""
+    depth, counter, body = draw(st.integers(0, 2)), iter(range(10_000, 99_999)), []
+    for _ in range(draw(st.integers(1, 3))):
+        body += draw(KEPT).split("\n")
+        solution = [draw(STATEMENTS).format(f"of_the_exercise_{next(counter)}") for _ in range(draw(st.integers(1, 3)))]
+        body += ["### BEGIN SOLUTION", *"\n".join(solution).split("\n"), "### END SOLUTION"]
+    lines = ["def work():", *(f"    {line}" if line else "" for line in body)]
+    for level in range(depth):
+        lines = [f"class Around{level}:", *(f"    {line}" if line else "" for line in lines)]
+    return "\n".join(lines)
+
+
+@given(sources=st.lists(exercises(), min_size=1, max_size=4))
+def test_whatever_the_exercises_nothing_leaks_and_nothing_is_lost(sources):
+    cells = [
+        c for n, source in enumerate(sources) for c in (cell("code", source), cell("code", f'check("88.x{n}", 1)'))
+    ]
+    master = clean(new_notebook(cells=cells))
+    taken = student_edition(master, "88_any.ipynb")
+    assert "secret_" not in notebook_text(taken.notebook)
+    assert all(parse_cell(code.source) is not None for _, code in code_cells(taken.notebook))
+    assert notebook_text(put_back(taken)) == notebook_text(master)
 
 
 def test_cells_carry_what_nbgrader_wants_to_know():
