@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+import tempfile
 from pathlib import Path
 
 import mini_course
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nbformat.v4 import new_notebook
 
 from labcore.course import promotion
 from labcore.course.house import HOUSE, Room
 from labcore.course.notebooks import clean
-from labcore.course.promotion import PACKAGE, collect, compare, marked_names, public_symbols
+from labcore.course.promotion import PACKAGE, collect, compare, differences, marked_names, members, public_symbols
 
 NOTEBOOKS = PACKAGE.parent / "notebooks"
 ROOM = (Room("02_blocks", ("blocks",)),)
@@ -228,3 +233,30 @@ def test_a_re_opened_class_is_collected_with_the_cell_of_each_method(tmp_path, p
     symbols, problems = collect(tmp_path / "notebooks")
     assert problems == []
     assert symbols["blocks.Pool"].cells == {"kind": 4, "__init__": 4, "empty": 5, "take": 5}
+
+
+@given(
+    order=st.permutations(["allocate", "free", "fork", "touch", "refcount", "is_writable"]),
+    cuts=st.sets(st.integers(1, 5)),
+)
+@settings(max_examples=25, deadline=None)
+def test_however_a_class_is_cut_into_cells_it_is_the_class_of_the_package(order, cuts):
+    source = (PACKAGE / "blocks.py").read_text(encoding="utf-8")
+    body = {name: ast.get_source_segment(source, node) for name, node in members(_class(source)).items()}
+    first = [text for name, text in body.items() if name not in order]
+    cells = ["# labcore: blocks.BlockPool\nclass BlockPool:\n    " + "\n\n    ".join(first)]
+    bounds = [0, *sorted(cuts), len(order)]
+    for start, stop in itertools.pairwise(bounds):
+        names = ", .".join(order[start:stop])
+        methods = "\n\n    ".join(body[name] for name in order[start:stop])
+        cells.append(f"# labcore: blocks.BlockPool.{names}\nclass BlockPool(BlockPool):\n    {methods}")
+    with tempfile.TemporaryDirectory() as folder:
+        notebook = clean(new_notebook(cells=[mini_course.cell("code", cell) for cell in cells]))
+        mini_course.write(Path(folder), notebook, "02_blocks.ipynb")
+        symbols, problems = collect(Path(folder))
+    assert problems == []
+    assert differences(symbols["blocks.BlockPool"], PACKAGE) == []
+
+
+def _class(source):
+    return next(node for node in ast.parse(source).body if getattr(node, "name", "") == "BlockPool")

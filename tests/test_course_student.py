@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mini_course
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mini_course import cell, mini_notebook, printed, write
 from nbformat.v4 import new_notebook, new_output
@@ -384,6 +384,7 @@ def exercises(draw):
 
 
 @given(sources=st.lists(exercises(), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
 def test_whatever_the_exercises_nothing_leaks_and_nothing_is_lost(sources):
     cells = [
         c for n, source in enumerate(sources) for c in (cell("code", source), cell("code", f'check("88.x{n}", 1)'))
