@@ -55,7 +55,6 @@ NOT_FOR_FILES = {
     ),
     "a memory address": re.compile(r"\b0x[0-9a-fA-F]{5,}"),
     "a clock time or a date": re.compile(r"\b\d{1,2}:\d{2}:\d{2}\b|\b20\d\d-\d\d-\d\d\b|\b(?:Wall time|CPU times):"),
-    "a package-registry host": re.compile(r"\b(?:files\.pythonhosted|pypi)\.org\b"),
 }
 
 
