@@ -98,7 +98,9 @@ def default_prefix_cache(config: EngineConfig) -> type[PrefixCache]:
 
 
 def default_chunking(config: EngineConfig) -> ChunkPolicy:
-    return ChunkedPrefill() if config.enable_chunked_prefill else WholePrompts(config.max_num_seqs)
+    if config.enable_chunked_prefill:
+        return ChunkedPrefill(config.max_num_partial_prefills, config.long_prefill_token_threshold)
+    return WholePrompts(config.max_num_seqs)
 
 
 def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache) -> Recorder:

@@ -10,6 +10,9 @@ from labcore.request import Request
 class ChunkPolicy(ABC):
     """Decides how many of a request's uncomputed tokens go into the step that is being put together."""
 
+    def begin_step(self) -> None:
+        """A new step is being put together; what was counted in the last one is void."""
+
     @abstractmethod
     def num_tokens(self, request: Request, budget_left: int, budget: int) -> int:
         """Tokens to compute now, 0 … min(uncomputed, budget_left); 0 lets the request wait for a later step.
@@ -38,7 +41,25 @@ class WholePrompts(ChunkPolicy):
 
 
 class ChunkedPrefill(ChunkPolicy):
-    """A prompt is computed in as many pieces as the others leave room for. Source: Sarathi-Serve (Agrawal et al. 2024)."""
+    """A prompt is computed in as many pieces as the others leave room for. Source: Sarathi-Serve (Agrawal et al. 2024).
+
+    max_partial_prefills   prompts that may be left unfinished by one step; the next one in line waits
+    long_prefill_threshold most tokens that one prompt takes of a step, so that shorter ones beside it overtake; 0: all
+    """
+
+    def __init__(self, max_partial_prefills: int = 4, long_prefill_threshold: int = 0) -> None:
+        self.max_partial_prefills = max_partial_prefills
+        self.long_prefill_threshold = long_prefill_threshold
+        self._num_partial = 0
+
+    def begin_step(self) -> None:
+        self._num_partial = 0
 
     def num_tokens(self, request: Request, budget_left: int, budget: int) -> int:
-        return min(request.num_uncomputed_tokens, budget_left)
+        n = min(request.num_uncomputed_tokens, budget_left, self.long_prefill_threshold or budget_left)
+        if n == request.num_uncomputed_tokens:
+            return n
+        if self._num_partial == self.max_partial_prefills:
+            return 0
+        self._num_partial += n > 0
+        return n

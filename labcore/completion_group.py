@@ -26,11 +26,13 @@ class Completion:
         """Take one more token in. Returns the finish reason if it is the last one."""
         request, output = self.request, self.output
         request.output_token_ids.append(token.token_id)
-        self.detokenizer.append(token.token_id)
+        ended = self._is_end(token.token_id, eos_token_ids)
+        if not ended:  # an end token is no text, whether or not the tokenizer calls it special
+            self.detokenizer.append(token.token_id)
         if output.logprobs is not None:
             output.cumulative_logprob += token.logprob
             output.logprobs.append(token.logprobs)
-        reason = self._finish_reason(token.token_id, eos_token_ids)
+        reason = self._finish_reason(ended)
         if reason is not None:
             self.finish(reason)
         output.text = self.detokenizer.text
@@ -45,14 +47,16 @@ class Completion:
         logprobs = None if self.output.logprobs is None else list(self.output.logprobs)
         return replace(self.output, token_ids=list(self.output.token_ids), logprobs=logprobs)
 
-    def _finish_reason(self, token_id: int, eos_token_ids: Collection[int]) -> str | None:
-        params, num_output = self.request.params, len(self.request.output_token_ids)
-        if num_output >= params.min_tokens:
-            if token_id in eos_token_ids and not params.ignore_eos:
-                return "stop"
-            if token_id in params.stop_token_ids or self.detokenizer.stop_hit is not None:
-                return "stop"
-        return "length" if num_output >= self.request.max_tokens else None
+    def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
+        params = self.request.params
+        if len(self.request.output_token_ids) < params.min_tokens:
+            return False
+        return token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
+
+    def _finish_reason(self, ended: bool) -> str | None:
+        if ended or self.detokenizer.stop_hit is not None:
+            return "stop"
+        return "length" if len(self.request.output_token_ids) >= self.request.max_tokens else None
 
 
 class CompletionGroup(Group):

@@ -28,6 +28,8 @@ class EngineConfig:
     max_num_batched_tokens   token budget of one step, prompt and output tokens alike
     enable_prefix_caching    reuse KV blocks whose tokens were computed before
     enable_chunked_prefill   let a long prompt share its steps with others, in pieces
+    max_num_partial_prefills prompts that one step may leave unfinished
+    long_prefill_token_threshold   most tokens that one prompt takes of a step, so that shorter ones overtake; 0 is off
     scheduling_policy        "fcfs", or "priority" (a smaller number goes first)
     priority_aging_steps     steps of waiting that are worth one priority number, so that nobody starves ("priority")
     preemption_mode          what a preempted request does with its KV: "recompute" it later, or "swap" it to the host
@@ -49,6 +51,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    max_num_partial_prefills: int = 4
+    long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     priority_aging_steps: int = 1000
     preemption_mode: str = "recompute"
@@ -67,6 +71,8 @@ class EngineConfig:
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _whole("priority_aging_steps", self.priority_aging_steps, 1)
+        _whole("max_num_partial_prefills", self.max_num_partial_prefills, 1)
+        _whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _whole("num_host_blocks", self.num_host_blocks, 0)
         _whole("seed", self.seed, 0, 2**63 - 1)
         _share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0)

@@ -228,6 +228,7 @@ class Scheduler:
         """Plan the next step and reserve its blocks. At least one request moves whenever one is unfinished."""
         self._step += 1
         plan = SchedulerOutput(self._step)
+        self.chunking.begin_step()
         self._let_an_urgent_one_in(plan)
         budget = self._schedule_running(plan, self.max_num_batched_tokens)
         if not plan.preempted:  # what was just taken from one request must not go to a newcomer
@@ -275,11 +276,18 @@ class Scheduler:
                 self._preempt(request, plan)
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
+        """Give everybody who runs their tokens, and return what is left of the budget.
+
+        Blocks go by entitlement, but a token is kept back for each who decodes: no prompt, however entitled, stalls them.
+        """
+        decoding = sum(request.num_uncomputed_tokens == 1 for request in self.running)
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
-            n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
+            decoding -= request.num_uncomputed_tokens == 1
+            n = self.chunking.num_tokens(request, max(0, budget - decoding), self.max_num_batched_tokens)
             while request.table.blocks_needed(n) > self.pool.num_free:
+                decoding -= self.running[-1] is not request and self.running[-1].num_uncomputed_tokens == 1
                 self._preempt(self.running[-1], plan)
                 if request.status is not RequestStatus.RUNNING:
                     return budget

@@ -26,7 +26,7 @@ class Bench:
             pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            chunking=ChunkedPrefill() if chunked else WholePrompts(max_num_seqs),
+            chunking=ChunkedPrefill(max_partial_prefills=1000) if chunked else WholePrompts(max_num_seqs),
             prefix_cache=NoPrefixCache(block_size),
             preemption=Recompute(),
             policy=PriorityWithAging(aging) if policy == "priority" else FirstComeFirstServed(),
@@ -135,6 +135,33 @@ def test_a_whole_prompt_that_decodes_could_block_for_ever_is_cut():
     bench.add("bo", 8, 1)
     assert bench.step().num_scheduled_tokens == {"ana": 1, "bo": 7}
     assert bench.step().num_scheduled_tokens == {"ana": 1, "bo": 1}
+
+
+def test_decoding_requests_get_their_token_before_any_prompt_does():
+    """A more entitled request in the middle of its prompt leaves a token for each who decodes."""
+    bench = Bench(num_blocks=64, budget=8, policy="priority")
+    for name in ("ana", "bo", "cy"):
+        bench.add(name, 2, 20, priority=5)
+    bench.step()
+    bench.add("long", 40, 2, priority=0)
+    for _ in range(3):
+        bench.step()
+    assert bench.step().num_scheduled_tokens == {"long": 5, "ana": 1, "bo": 1, "cy": 1}
+
+
+def test_no_more_prompts_are_left_half_done_than_allowed_and_short_ones_overtake_a_long_one():
+    bench = Bench(num_blocks=128, budget=16)
+    bench.scheduler.chunking = ChunkedPrefill(max_partial_prefills=2, long_prefill_threshold=4)
+    for name, prompt in (("long", 30), ("other", 30), ("third", 30)):
+        bench.add(name, prompt, 2)
+    assert bench.step().num_scheduled_tokens == {"long": 4, "other": 4}
+    bench = Bench(num_blocks=128, budget=16)
+    bench.scheduler.chunking = ChunkedPrefill(max_partial_prefills=2, long_prefill_threshold=8)
+    bench.add("long", 60, 2)
+    bench.add("short", 6, 2)
+    assert bench.step().num_scheduled_tokens == {"long": 8, "short": 6}
+    bench.run()
+    assert list(bench.finished) == ["short", "long"]
 
 
 def test_equal_requests_are_admitted_in_order_of_arrival():
