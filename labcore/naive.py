@@ -136,7 +136,8 @@ class RegionAllocator:
                 self.holes[index : index + 1] = [rest] if rest.size else []
                 return Region(hole.start, size)
         raise OutOfSlots(
-            f"{size} slots in a row were asked for; {self.num_free} are free, the largest hole has {self.largest_hole}."
+            f"{size} slots in a row were asked for; {self.num_free} are free, "
+            f"the largest hole has {self.largest_hole}."
         )
 
     def free(self, region: Region) -> None:
@@ -146,7 +147,7 @@ class RegionAllocator:
         """
         inside = 0 <= region.start < region.stop <= self.num_slots
         if not inside or any(hole.start < region.stop and region.start < hole.stop for hole in self.holes):
-            raise ValueError(f"{region} is not allocated: it overlaps a hole or leaves the slab of {self.num_slots}.")
+            raise ValueError(f"{region} is not allocated: it overlaps a hole, or leaves the slab.")
         merged: list[Region] = []
         for hole in sorted([*self.holes, region]):
             if merged and merged[-1].stop == hole.start:
@@ -185,7 +186,7 @@ class ContiguousCache:
         """
         first, stop = region.start + num_stored, region.start + num_stored + k.shape[1]
         if stop > region.stop:
-            raise OutOfSlots(f"the region has {region.size} slots and {stop - region.start} tokens: reserve more.")
+            raise OutOfSlots(f"{stop - region.start} tokens in a region of {region.size} slots: reserve more.")
         self.k[layer][first:stop] = k.transpose(0, 1)
         self.v[layer][first:stop] = v.transpose(0, 1)
         return (
@@ -228,7 +229,7 @@ def contiguous_attention(
     stored nor attended to; its rows come out as zeros, and nobody reads them.
     """
     if s_aux is not None:
-        raise ValueError("the model's attention has sinks (s_aux), which the naive cache can't serve — use LLM.")
+        raise ValueError("the model's attention has sinks (s_aux), which this cache can't serve: use LLM.")
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     batch, out = static_batch, torch.zeros_like(q)
     for row, (region, stored, new) in enumerate(zip(batch.regions, batch.num_stored, batch.num_new)):

@@ -196,7 +196,7 @@ class TestCache:
         cache.extend(0, bo, 0, 7 * token, 7 * token)
         cache.extend(0, ana, 3, token, token)
         before = cache.k[0].clone()
-        with pytest.raises(OutOfSlots, match="4 slots and 5 tokens"):
+        with pytest.raises(OutOfSlots, match="5 tokens in a region of 4 slots"):
             cache.extend(0, ana, 4, token, token)
         assert torch.equal(cache.k[0][bo.start], 7 * token[0]) and torch.equal(cache.k[0][4:5], before[4:5])
 

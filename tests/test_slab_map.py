@@ -62,4 +62,15 @@ def test_an_empty_slab_and_one_of_many_requests_are_drawn_and_stay_small():
     stays = pack(load_trace()[:200], 1 << 15, lambda request: request.prompt_tokens + request.output_tokens)
     figure = slab_map(stays, 1 << 15)
     assert len(json.dumps(figure.data_json())) < 60_000
-    assert repr(figure.facts).splitlines()[-1] == "  … and 184 more"
+    assert repr(figure.facts).splitlines()[0] == "32,768 slots, 200 requests, 2,690 steps"
+
+
+def test_free_slots_of_a_nameless_slab_are_counted_hole_by_hole():
+    stays = pack(LOG, num_slots=14, reserve=lambda request: 5)
+    assert repr(slab_map(stays, 14).facts).splitlines() == [
+        "14 slots, 3 requests, 4 steps",
+        "  step     0        4 slots free, 1 holes, the largest 4",
+        "  step     1        4 slots free, 1 holes, the largest 4",
+        "  step     2        4 slots free, 1 holes, the largest 4",
+        "  step     3        9 slots free, 2 holes, the largest 5",
+    ]

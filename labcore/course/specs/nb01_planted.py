@@ -15,7 +15,7 @@ class CarelessCache(ContiguousCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first, stop = region.start + num_stored, region.start + num_stored + k.shape[1]
         if first > region.stop:
-            raise OutOfSlots(f"the region has {region.size} slots and {num_stored} tokens: reserve more.")
+            raise OutOfSlots(f"{num_stored} tokens are in a region of {region.size} slots: reserve more.")
         self.k[layer][first:stop] = k.transpose(0, 1)
         self.v[layer][first:stop] = v.transpose(0, 1)
         return (
