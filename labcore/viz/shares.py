@@ -24,13 +24,17 @@ def shares(rows: Mapping[str, Mapping[str, float]]) -> Picture:
         raise ValueError(f"each row must have the same parts, {len(LOOKS)} at most: {', '.join(parts)}.")
     traces = [_bars(rows, part, *look) for part, look in zip(parts, LOOKS, strict=False)]
     layout = {
-        "height": 110 + 44 * max(1, len(rows)),
+        "height": 100 + 44 * max(1, len(rows)),
+        "margin": {"b": 30, "t": 40},
         "barmode": "stack",
         "bargap": 0.35,
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         "xaxis": axis(range=[0, 1], tickformat=".0%"),
-        "yaxis": axis(autorange="reversed", automargin=True, showgrid=False, tickfont={"size": 12, "color": INK}),
-    }
+        "yaxis": axis(
+            autorange="reversed", automargin=True, showgrid=False, ticklabelstandoff=8,
+            tickfont={"size": 12, "color": INK},
+        ),
+    }  # fmt: skip
     return picture(traces, layout, shares_facts(rows))
 
 
