@@ -17,6 +17,7 @@ from nbformat.v4 import new_notebook, new_output
 
 from labcore import cli
 from labcore.course import specs
+from labcore.course.edition import nbgrader_source, put_back, student_edition
 from labcore.course.exercises import notebook_exercises
 from labcore.course.house import notebook_files
 from labcore.course.notebooks import (
@@ -28,7 +29,7 @@ from labcore.course.notebooks import (
     parse_cell,
     read_notebook,
 )
-from labcore.course.student import MANIFEST, EditedWork, build, nbgrader_source, put_back, student_edition
+from labcore.course.student import MANIFEST, EditedWork, build
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 MASTERS = notebook_files(NOTEBOOKS)
