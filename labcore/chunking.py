@@ -8,7 +8,10 @@ from labcore.request import Request
 
 
 class ChunkPolicy(ABC):
-    """Decides how many of a request's uncomputed tokens go into the step that is being put together."""
+    """Decides how many of a request's uncomputed tokens go into the step that is being put together.
+
+    Built in notebook 04.
+    """
 
     def begin_step(self) -> None:
         """A new step is being put together; what was counted in the last one is void."""
@@ -22,7 +25,7 @@ class ChunkPolicy(ABC):
 
 
 class WholePrompts(ChunkPolicy):
-    """A prompt is computed in one step, and waits for a step with room for it.
+    """A prompt is computed in one step, and waits for a step with room for it. Built in notebook 04.
 
     One so long that decoding requests alone could keep it waiting for ever is cut: it takes what a step has left.
 

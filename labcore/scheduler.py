@@ -28,7 +28,9 @@ from labcore.request import Request, RequestStatus
 
 @dataclass
 class SchedulerOutput:
-    """The plan of one step, as plain data. The order within a step is fixed: swaps in, block copies, forward, sample.
+    """The plan of one step, as plain data. Built in notebook 04.
+
+    The order within a step is fixed: swaps in, block copies, forward, sample.
 
     num_scheduled_tokens   request id → tokens to compute, in batch order
     block_copies           (src, dst) blocks to copy before anything is written
@@ -50,7 +52,7 @@ class SchedulerOutput:
 
 
 class Preemption(ABC):
-    """What becomes of the KV of a request that has to make room."""
+    """What becomes of the KV of a request that has to make room. Built in notebook 04."""
 
     @abstractmethod
     def preempt(self, request: Request, plan: SchedulerOutput) -> None:
@@ -58,7 +60,7 @@ class Preemption(ABC):
 
 
 class Recompute(Preemption):
-    """Drop the KV; the tokens stay, and are computed again when the request's turn comes."""
+    """Drop the KV; the tokens stay, and are computed again when the request's turn comes. Built in notebook 04."""
 
     def preempt(self, request: Request, plan: SchedulerOutput) -> None:
         request.table.free()
@@ -67,7 +69,7 @@ class Recompute(Preemption):
 
 
 class Policy(ABC):
-    """Who is more entitled to a slot, to budget and to blocks, and who may take them from whom."""
+    """Who is more entitled to slots, budget and blocks, and who may take them from whom. Built in notebook 04."""
 
     @abstractmethod
     def entitlement(self, request: Request) -> tuple:
@@ -79,7 +81,7 @@ class Policy(ABC):
 
 
 class FirstComeFirstServed(Policy):
-    """In order of arrival. Nobody is pushed out for a newcomer."""
+    """In order of arrival. Nobody is pushed out for a newcomer. Built in notebook 04."""
 
     def entitlement(self, request: Request) -> tuple:
         return (request.arrival, request.birth)
@@ -89,7 +91,7 @@ class FirstComeFirstServed(Policy):
 
 
 class PriorityWithAging(Policy):
-    """A smaller priority number first, and `aging` steps of waiting are worth one number.
+    """A smaller priority number first, and `aging` steps of waiting are worth one number. Built in notebook 04.
 
     All requests age at the same pace, so their order never changes: what counts is `priority * aging + arrival_step`.
     Nobody starves: a request of priority p can be overtaken by one of priority q only if that one arrives less than
@@ -108,7 +110,10 @@ class PriorityWithAging(Policy):
 
 
 class WaitingQueue:
-    """Waiting requests, most entitled first. Push and pop cost O(log n); an aborted one is skipped when it surfaces."""
+    """Waiting requests, most entitled first. Built in notebook 04.
+
+    Push and pop cost O(log n), and an aborted request is skipped when it surfaces: no list is ever searched.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._entitlement = policy.entitlement
@@ -142,7 +147,9 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Keeps every unfinished request in exactly one of `waiting`, `running` and `followers`; plans one step at a time.
+    """Keeps every unfinished request in exactly one place, and plans one step at a time. Built in notebook 04.
+
+    The places are `waiting`, `running` (both by entitlement), and `followers`, who wait for their leader's prompt.
 
     pool             block pool that the tables of running requests draw from
     max_num_seqs     most requests running at once
@@ -251,7 +258,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _let_an_urgent_one_in(self, plan: SchedulerOutput) -> None:
-        """Push out running requests that the first of the waiting outranks, if that, and only that, gets it in.
+        """Let the first of the waiting in at the cost of others, if it outranks them and needs what they hold.
 
         One newcomer a step: a burst of urgent requests must not empty the batch at once.
         """
@@ -261,19 +268,26 @@ class Scheduler:
         if not self.policy.outranks(urgent, self.running[-1]):
             return
         cached = self.prefix_cache.match(urgent)
-        missing = self._blocks_missing(urgent, cached) - self.pool.num_free
-        slots = len(self.running) + 1 - self.max_num_seqs
+        victims = self._victims(urgent, self._blocks_missing(urgent, cached) - self.pool.num_free)
+        if victims is not None:
+            self._join(self.waiting.pop(), cached)
+            for victim in victims:
+                self._preempt(victim, plan)
+
+    def _victims(self, urgent: Request, missing: int) -> list[Request] | None:
+        """Whom to push out so that the urgent one has a slot and `missing` more blocks, the least entitled first.
+
+        No more than needed, and nobody whom it doesn't outrank. None if that doesn't get it in: then nobody has to go.
+        """
         victims: list[Request] = []
+        slots = len(self.running) + 1 - self.max_num_seqs
         for request in reversed(self.running):
-            if (missing <= 0 and slots <= 0) or not self.policy.outranks(urgent, request):
+            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
                 break
             victims.append(request)
             slots -= 1
             missing -= sum(self.pool.is_writable(block) for block in request.table.blocks)
-        if missing <= 0 and slots <= 0:
-            self._join(self.waiting.pop(), cached)
-            for request in victims:
-                self._preempt(request, plan)
+        return victims if slots <= 0 and missing <= 0 else None
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give everybody who runs their tokens, and return what is left of the budget.
@@ -317,17 +331,26 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             request = self.waiting.peek()
             cached = self.prefix_cache.match(request)
-            spoken_for = self._blocks_spoken_for() if careful else 0
-            if self._blocks_missing(request, cached) > self.pool.num_free - spoken_for:
+            if not self._finds_room(request, cached, careful):
                 return
-            request.num_computed_tokens = len(cached) * self.pool.block_size
-            n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
+            n = self._first_tokens(request, cached, budget)
             if n == 0:
-                request.num_computed_tokens = 0
                 return
             self._join(self.waiting.pop(), cached)
             self._reserve(request, n, plan)
             budget -= n
+
+    def _finds_room(self, request: Request, cached: list[int], careful: bool = True) -> bool:
+        """Whether the blocks that a waiting request will take are free, and not spoken for by those who run."""
+        spoken_for = self._blocks_spoken_for() if careful else 0
+        return self._blocks_missing(request, cached) <= self.pool.num_free - spoken_for
+
+    def _first_tokens(self, request: Request, cached: list[int], budget: int) -> int:
+        """Tokens that a waiting request would compute in this step; the `cached` blocks spare it the first ones."""
+        request.num_computed_tokens = len(cached) * self.pool.block_size
+        n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
+        request.num_computed_tokens = 0
+        return n
 
     def _blocks_missing(self, request: Request, cached: list[int]) -> int:
         """Free blocks that a waiting request will take for all of its tokens, of which `cached` hold the first.
