@@ -23,6 +23,7 @@ Table = Mapping[str, "tuple[str | Table, str]"]
 BENCHMARKS: Table = {
     "engine": ("labcore.bench.engine", "tokens per second against transformers, on this machine's CPU"),
     "blocks": ("labcore.bench.blocks", "time of one allocate/free pair, for pools of 10^3 to 10^6 blocks"),
+    "scheduler": ("labcore.bench.scheduler", "time of planning a step, 1,000 requests running and up to 100,000 waiting"),
 }
 COMMANDS: Table = {
     "generate": ("labcore.commands.generate", "continue or answer a prompt"),

@@ -6,6 +6,7 @@ Built in notebook 01, to be beaten by the rest of the course. Three ideas, each 
     contiguous    K and V are kept, in one unbroken region per request,       RegionAllocator, ContiguousCache,
                   reserved for the longest text it could ever become          contiguous_attention, generate
     static batch  requests start together and leave together                  static_batches
+    naive steps   in and out at every step, and no answer to an empty pool    NaiveScheduler (notebook 04)
 
     slab     0         8        16        24         ana may grow to 8 tokens and so holds 8 slots from the start;
              │ ana·····│ bo··   │ cy······│          the dots are reserved and empty. When bo leaves, an 8-token
@@ -17,7 +18,7 @@ Regions, batches in steps and the shares of waste are plain arithmetic; only the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
@@ -418,3 +419,61 @@ def padding_share(requests: Sequence[TraceRequest], batch_size: int) -> float:
         lengths = [request.prompt_tokens for request in requests[first : first + batch_size]]
         real, padded = real + sum(lengths), padded + max(lengths) * len(lengths)
     return 1 - real / padded
+
+
+@dataclass(eq=False)
+class NaiveRequest:
+    """A request as the naive scheduler sees it: how long it is, and the blocks it holds. Built in notebook 04."""
+
+    name: str
+    prompt: int
+    output: int
+    num_tokens: int = 0
+    blocks: list[str] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.num_tokens == self.prompt + self.output
+
+
+class NaiveScheduler:
+    """In and out at every step, as tutorials have it; its faults are kept, to be beaten. Built in notebook 04.
+
+    It lets a request in while there are blocks for its prompt, and looks no further. When the pool is empty it warns, and
+    counts the token all the same; a request larger than the pool blocks the queue for ever; blocks come out of a `set`,
+    so that no two processes give the same ones; nobody is preempted, and nobody is more urgent than another.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self.free = {f"b{i}" for i in range(num_blocks)}
+        self.waiting: list[NaiveRequest] = []
+        self.running: list[NaiveRequest] = []
+        self.warnings: list[str] = []
+
+    def step(self) -> list[str]:
+        """Let in, give each a token, let go. Returns the names of those who gained one."""
+        while self.waiting and -(-self.waiting[0].prompt // self.block_size) <= len(self.free):
+            self.admit(self.waiting.pop(0))
+        for request in self.running:
+            self.grow(request)
+        gained = [request.name for request in self.running]
+        for request in [request for request in self.running if request.done]:
+            self.free |= set(request.blocks)
+            self.running.remove(request)
+        return gained
+
+    def admit(self, request: NaiveRequest) -> None:
+        """Blocks for the prompt."""
+        request.num_tokens = request.prompt
+        request.blocks = [self.free.pop() for _ in range(-(-request.prompt // self.block_size))]
+        self.running.append(request)
+
+    def grow(self, request: NaiveRequest) -> None:
+        """One token more, and a block if the last one is full."""
+        request.num_tokens += 1
+        if request.num_tokens > len(request.blocks) * self.block_size:
+            if self.free:
+                request.blocks.append(self.free.pop())
+            else:
+                self.warnings.append(f"no block left for token {request.num_tokens} of {request.name}")
