@@ -25,7 +25,10 @@ from labcore.request import Request
 
 
 class PrefixCache(ABC):
-    """Finds blocks whose KV was computed before. The scheduler tells it what is computed and what is overwritten."""
+    """Finds blocks whose KV was computed before. Built in notebook 05.
+
+    The scheduler tells it what is computed, and what is about to be overwritten.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -48,7 +51,7 @@ class PrefixCache(ABC):
 
 
 class NoPrefixCache(PrefixCache):
-    """Finds nothing: every prompt is computed from its first token."""
+    """Finds nothing: every prompt is computed from its first token. Built in notebook 05."""
 
     def match(self, request: Request) -> list[int]:
         return []
@@ -61,13 +64,19 @@ class NoPrefixCache(PrefixCache):
 
 
 def block_key(parent: bytes, content: bytes) -> bytes:
-    """16 bytes that depend on nothing but the text: the same in every process, on every machine, in every run."""
+    """16 bytes that depend on nothing but the text: the same in every process, on every machine, in every run.
+
+    Built in notebook 05.
+    """
     return blake2b(parent + content, digest_size=16).digest()
 
 
 @dataclass(eq=False)
 class CachedBlock:
-    """What a block holds: the tokens in `content`, computed behind those of `parent` (None at the start of a text)."""
+    """What a block holds: the tokens in `content`, computed behind those of `parent`. Built in notebook 05.
+
+    parent   the block before it in its text, None at the start
+    """
 
     block: int
     key: bytes
@@ -76,7 +85,7 @@ class CachedBlock:
 
 
 class HashedPrefixCache(PrefixCache):
-    """Full blocks keyed by a chained hash of their tokens.
+    """Full blocks keyed by a chained hash of their tokens. Built in notebook 05.
 
     block_size   tokens a block
     key_of       hash of (parent key, content); tests use one of 3 bits to make collisions common
