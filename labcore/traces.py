@@ -6,7 +6,7 @@
     Azure      TIMESTAMP,ContextTokens,GeneratedTokens        CSV of the Azure LLM inference trace 2023
     Mooncake   {"timestamp": ms, "input_length": …, …}        JSONL of the FAST'25 traces, with hash_ids
 
-The course ships one log in `data/traces/`, made by a seeded script; real logs are read where you have them.
+The course ships two logs in `data/traces/`, made by seeded scripts; real logs are read where you have them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from datetime import datetime
 from pathlib import Path
 
 CHAT_TRACE = Path(__file__).resolve().parent.parent / "data" / "traces" / "chat.csv"
+CONVERSATION_TRACE = CHAT_TRACE.with_name("conversations.jsonl")
+"""Conversations of several turns, with block hashes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from labcore.traces import CHAT_TRACE, TraceRequest, load_trace
+from labcore.traces import CHAT_TRACE, CONVERSATION_TRACE, TraceRequest, load_trace
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "traces"
 
@@ -107,6 +107,41 @@ def test_the_script_makes_the_shipped_log_again_byte_for_byte(tmp_path):
     script.write_bytes((CHAT_TRACE.parent / "make_chat.py").read_bytes())
     subprocess.run([sys.executable, str(script)], check=True)
     assert (tmp_path / "chat.csv").read_bytes() == CHAT_TRACE.read_bytes()
+
+
+def reuse(requests):
+    """(blocks that repeat an earlier one, blocks) under a cache that forgets nothing."""
+    seen, repeated, total = set(), 0, 0
+    for request in requests:
+        for block in request.block_hashes:
+            repeated, total = repeated + (block in seen), total + 1
+            seen.add(block)
+    return repeated, total
+
+
+def test_the_shipped_conversations_have_the_published_lengths_and_reuse():
+    requests = load_trace(CONVERSATION_TRACE)
+    prompts = [request.prompt_tokens for request in requests]
+    repeated, total = reuse(requests)
+    assert len(requests) == 1000
+    assert statistics.mean(prompts) == pytest.approx(12035, rel=0.01)
+    assert statistics.median(prompts) == pytest.approx(6909, rel=0.03)
+    assert statistics.mean(request.output_tokens for request in requests) == pytest.approx(343, rel=0.01)
+    assert repeated / total == pytest.approx(0.366, abs=0.001)
+    assert all(len(request.block_hashes) == -(-request.prompt_tokens // 512) for request in requests)
+    assert {request.block_hashes[0] for request in requests} == {0}
+
+
+def test_the_script_makes_the_shipped_conversations_again_byte_for_byte(tmp_path):
+    script = tmp_path / "make_conversations.py"
+    script.write_bytes(CONVERSATION_TRACE.with_name("make_conversations.py").read_bytes())
+    subprocess.run([sys.executable, str(script)], check=True)
+    assert (tmp_path / "conversations.jsonl").read_bytes() == CONVERSATION_TRACE.read_bytes()
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real traces are not on this machine")
+def test_the_real_conversations_repeat_a_third_of_their_blocks():
+    assert reuse(load_trace(REAL / "mooncake_conversation_head3000.jsonl")) == (25_332, 80_619)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real traces are not on this machine")
