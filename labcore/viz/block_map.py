@@ -132,7 +132,7 @@ def _layout(place: grid.Grid, title: str) -> dict[str, Any]:
     step = -(-place.rows // 20)
     rows = range(0, place.rows, step)
     return {
-        "height": 190 + max(100, min(620, place.rows * (58 if place.rows <= 5 else 46 if place.rows <= 10 else 30))),
+        "height": 118 + max(100, min(620, place.rows * (58 if place.rows <= 5 else 46 if place.rows <= 10 else 30))),
         "barmode": "overlay",
         "title": heading(title),
         "legend": {"itemclick": False, "itemdoubleclick": False, "font": {"size": 11}, "traceorder": "normal"},

@@ -265,7 +265,7 @@ def _layout(place: grid.Grid, widest: int, snapshot: Snapshot) -> dict[str, Any]
     rows = place.top + place.rows
     notes = {"block tables: in logical order, each cell names a physical block": 0, "pool: physical blocks": place.top}
     return {
-        "height": 170 + max(160, min(760, rows * (46 if rows <= 8 else 38 if rows <= 12 else 26))),
+        "height": 98 + max(160, min(760, rows * (46 if rows <= 8 else 38 if rows <= 12 else 26))),
         "barmode": "overlay",
         "title": heading(headline(snapshot)),
         "margin": {"t": 44, "l": 118},

@@ -45,11 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
         from labcore.viz.describe import describe
 
         told = summary(recording)
+        picture = arguments.picture or ("timeline" if arguments.step is None else "block_map")
+        described = describe(recording, arguments.step, picture)
         pool = f"{recording.num_blocks} blocks of {recording.block_size}"
         print(f"{told['steps']} steps, {told['requests']} requests, {pool}")
         print(", ".join(f"{count} {kind}" for kind, count in told["events"].items()))
-        picture = arguments.picture or ("timeline" if arguments.step is None else "block_map")
-        print(describe(recording, arguments.step, picture))
+        print(described)
     return 0
 
 

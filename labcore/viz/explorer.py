@@ -23,7 +23,7 @@ from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
 from labcore.viz.describe import describe
 from labcore.viz.memory import memory
-from labcore.viz.picture import CONFIG, PLOTLY_MIME, Picture
+from labcore.viz.picture import CONFIG, PLOTLY_MIME, Picture, without_slider
 from labcore.viz.queues import queues
 from labcore.viz.session import Session
 from labcore.viz.timeline import timeline
@@ -200,12 +200,8 @@ class Explorer(widgets.VBox):
 
 def still(picture: Picture) -> dict[str, Any]:
     """A picture's data for display without slider and frames: the panel has a slider of its own."""
-    figure = picture.data_json()
-    figure["frames"] = []
-    for part in ("sliders", "updatemenus"):
-        figure["layout"].pop(part, None)
-    figure["layout"]["margin"]["b"] = 44
-    return {PLOTLY_MIME: figure | {"config": CONFIG}, "text/plain": str(picture.facts)}
+    figure = without_slider(picture) | {"frames": [], "config": CONFIG}
+    return {PLOTLY_MIME: figure, "text/plain": str(picture.facts)}
 
 
 def _number(kind: type[widgets.Widget], value: int, name: str, **limits: int) -> widgets.Widget:

@@ -132,7 +132,7 @@ def memory(
         }
 
     layout = {
-        "height": 430,
+        "height": 358,
         "title": heading(_line(by_step[step])),
         "legend": {"traceorder": "reversed", "font": {"size": 11}},
         "xaxis": axis("step", range=[steps[0], steps[-1] + 1]),

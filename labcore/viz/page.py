@@ -11,7 +11,6 @@ from collections.abc import Callable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
@@ -19,7 +18,7 @@ from labcore.recording import Event, Recording
 from labcore.viz.block_map import block_map, block_map_facts
 from labcore.viz.block_tables import block_tables
 from labcore.viz.memory import memory
-from labcore.viz.picture import BUDGET, Picture
+from labcore.viz.picture import BUDGET, Picture, without_slider
 from labcore.viz.queues import queues
 from labcore.viz.style import short
 from labcore.viz.timeline import timeline
@@ -81,7 +80,7 @@ def page(recording: Recording, title: str = "labcore flight record") -> str:
     sections, pictures = [], []
     for name, (heading, caption, draw) in SECTIONS.items():
         sections.append(f'<h2>{heading}</h2><p>{caption}</p><div class="picture" id="{name}"></div>')
-        pictures.append({"id": name, "figure": linked(draw(recording, budget=PAGE_BUDGET))})
+        pictures.append({"id": name, "figure": without_slider(draw(recording, budget=PAGE_BUDGET))})
     worded = [int(frame["name"]) for frame in pictures[0]["figure"]["frames"]][:MAX_WORDED] or recording.steps
     data = {
         "steps": recording.steps,
@@ -99,16 +98,6 @@ def page(recording: Recording, title: str = "labcore flight record") -> str:
         plotly=get_plotlyjs(),
         js=_part("page.js"),
     )
-
-
-def linked(picture: Picture) -> dict[str, Any]:
-    """A picture's data without slider and buttons of its own: the page has one for all."""
-    figure = picture.data_json()
-    for part in ("sliders", "updatemenus"):
-        figure["layout"].pop(part, None)
-    figure["layout"]["margin"]["b"] = 44
-    figure["layout"].pop("meta", None)
-    return figure
 
 
 def events_by_step(recording: Recording) -> dict[int, list[str]]:

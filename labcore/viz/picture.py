@@ -16,6 +16,7 @@ BUDGET = 400_000
 """Bytes that the frames of one picture may take in a notebook file."""
 CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 MAX_FRAMES = 60
+SLIDER_HEIGHT = 72
 Item = TypeVar("Item")
 
 
@@ -61,6 +62,7 @@ def picture(
 ) -> Picture:
     """Put a figure together: house style, and a slider with a play button if there are frames.
 
+    layout   its "height" is that of the picture without the slider
     frames   plotly frames named by their step; `step` is the one that the figure shows at first
     """
     base = {
@@ -74,10 +76,23 @@ def picture(
     }
     if len(frames) > 1:
         base |= controls([frame["name"] for frame in frames], str(step))
-        base["margin"] = base["margin"] | {"b": 116}
+        base["margin"] = base["margin"] | {"b": 44 + SLIDER_HEIGHT}
     merged = base | layout
     merged["margin"] = base["margin"] | layout.get("margin", {})
+    if "sliders" in merged:
+        merged["height"] += SLIDER_HEIGHT
     return Picture({"data": list(traces), "layout": merged, "frames": list(frames) if len(frames) > 1 else []})
+
+
+def without_slider(picture: Picture) -> dict[str, Any]:
+    """A picture's data for a place that has a slider of its own."""
+    figure = picture.data_json()
+    layout = figure["layout"]
+    if layout.pop("sliders", None):
+        layout["height"] -= SLIDER_HEIGHT
+        layout["margin"]["b"] -= SLIDER_HEIGHT
+    layout.pop("updatemenus", None)
+    return figure
 
 
 def controls(names: Sequence[str], active: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def queues(
         return {"name": str(step), "traces": moving, "data": data, "layout": {"title": {"text": headline(snapshot)}}}
 
     layout = {
-        "height": 480,
+        "height": 400,
         "barmode": "overlay",
         "title": heading(headline(recording.at(step))),
         "legend": {"traceorder": "reversed", "font": {"size": 11}},

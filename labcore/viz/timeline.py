@@ -38,7 +38,7 @@ def timeline(
 
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
-        "height": min(900, 190 + 22 * max(3, tallest)),
+        "height": min(860, 118 + 22 * max(3, tallest)),
         "barmode": "overlay",
         "bargap": 0.25,
         "uniformtext": {"minsize": 8, "mode": "hide"},
