@@ -35,7 +35,8 @@ def lab(asked: argparse.Namespace) -> int:
         f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0",
         "--ServerApp.answer_yes=True",
-        "--ServerApp.log_level=WARN",
+        "--ServerApp.log_level=ERROR",  # the address stays in sight
+        "--LabApp.log_level=ERROR",
         f"--ServerApp.open_browser={asked.browser.lower() not in ('no', 'none', 'off', 'false', '0')}",
         f"--LabApp.default_url=/{START}",
     ]
