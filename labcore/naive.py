@@ -70,7 +70,7 @@ def attend(
     """Causal attention of one request's newest tokens over all it has so far. Built in notebook 01.
 
     q: [Hq, T, D], the last T of the L tokens. k, v: [Hkv, L, D]. Returns [Hq, T, D].
-    Hq is a multiple of Hkv: query heads g·h … g·h + g - 1 read KV head h (grouped-query attention).
+    With g = Hq / Hkv, query heads g·h … g·h + g - 1 read KV head h (grouped-query attention).
     sliding_window: tokens that a query sees, itself included. softcap: bound on the size of a score.
     """
     num_kv_heads, num_tokens, _ = k.shape
