@@ -132,7 +132,7 @@ class LooksFirst(BlockPool):
 
 
 class IgnoresASecondRelease(BlockPool):
-    """The workaround that users of a real engine passed on to each other."""
+    """The workaround that came with a real engine's bug report."""
 
     def free(self, blocks):
         for block in blocks:
