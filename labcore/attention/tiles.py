@@ -2,7 +2,7 @@
 
 There is no autotuning: the first step should not wait for a search, and the same step should run the same code twice.
 What the table promises is checked with no GPU: `labcore.attention.compile` builds its rows for every target, and a test
-holds them to zero spilled registers up to head size 128, and to each target's shared memory.
+holds them to zero spilled registers and to each target's shared memory.
 """
 
 from __future__ import annotations
