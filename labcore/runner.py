@@ -19,7 +19,7 @@ from labcore.scheduler import SchedulerOutput
 class ModelRunner:
     """Runs a decoder of transformers on a flattened batch, with its attention paged.
 
-    model     the decoder; its attention implementation is set to labcore's
+    model     the decoder; while it runs, its attention is labcore's
     cache     KV store of all layers
     backend   writes to the store and attends over it
     """
@@ -27,7 +27,6 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, cache: KVCache, backend: AttentionBackend) -> None:
         register()
         self.model = loaded.model
-        self.model.set_attn_implementation(ATTENTION_NAME)
         self.cache = cache
         self.backend = backend
         self.device = cache.k[0].device
@@ -49,6 +48,8 @@ class ModelRunner:
         return [batch[i][0] for i in caught_up], logits[: len(caught_up)]
 
     def _forward(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata, keep: Tensor) -> Tensor:
+        if self.model.config._attn_implementation != ATTENTION_NAME:  # somebody else may run this model, too
+            self.model.set_attn_implementation(ATTENTION_NAME)
         return self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,19 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Notebooks run under nbval keep a learner's progress in memory, so that their outputs are the same on every machine.
 os.environ["LABCORE_PROGRESS"] = "off"
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A tiny model's products are shorter than the hand-over between threads: one is faster, on a busy machine by far."""
+    torch = sys.modules.get("torch")
+    if torch is None or request.node.get_closest_marker("model"):
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

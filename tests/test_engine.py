@@ -356,6 +356,14 @@ def test_the_last_allowed_token_that_is_also_a_stop_counts_as_a_stop(model, load
     assert llm.generate(prompt, flat_out(1, stop_token_ids=[first]))[0].outputs[0].finish_reason == "stop"
 
 
+def test_a_model_may_be_used_by_others_between_two_runs(model, loaded):
+    llm = poisoned_llm(loaded, num_blocks=32, block_size=4)
+    prompt = prompts(6)[0]
+    first = llm.generate(prompt, flat_out(4))[0].outputs[0].token_ids
+    model.set_attn_implementation("sdpa")
+    assert llm.generate(prompt, flat_out(4))[0].outputs[0].token_ids == first == greedy(model, prompt, 4)
+
+
 def test_stats_count_what_runs_waits_and_is_free(loaded):
     engine = poisoned_llm(loaded, num_blocks=20, block_size=4, max_num_seqs=2).engine
     for i, prompt in enumerate(prompts(5, 6, 7)):
