@@ -80,6 +80,7 @@ class Recorder(Recording):
         self._num_requests = 0
         self._in_step = False
         self._worked: list[Tracked] = []
+        self._forked: set[int] = set()  # numbers of those that were forked since the work of this step was planned
         self._capacity = num_blocks
         self._owners: dict[int, int] = {}  # refcount of every block that a table lists
         self._hashed: set[int] = set()
@@ -98,6 +99,8 @@ class Recorder(Recording):
         }
         events = self._now()
         events.append(("arrive", tracked.number, (), detail))
+        if events is self.pending.after:
+            self._forked.add(tracked.number)
         self._join(tracked, events)
 
     def begin_step(self, step: int | None = None) -> None:
@@ -145,10 +148,11 @@ class Recorder(Recording):
         record.work, self._worked = work, worked
 
     def sampled(self, request: Any, token_id: int) -> None:
-        """A request gained a token."""
-        tokens = self.pending.tokens
-        tokens.append(self._tracked[request.request_id].number)
-        tokens.append(token_id)
+        """A request gained a token. One that was forked in this very step arrived with it already."""
+        number = self._tracked[request.request_id].number
+        if number not in self._forked:
+            self.pending.tokens.append(number)
+            self.pending.tokens.append(token_id)
 
     def finished(self, request: Any) -> None:
         """A request ended, for the reason in `request.finish_reason`; its blocks are free, or free in a moment."""
@@ -179,6 +183,7 @@ class Recorder(Recording):
             record.after.append(("resize", None, (), {"num_blocks": capacity}))
             self._capacity = capacity
         self._worked = []
+        self._forked.clear()
         record.pool_free = getattr(pool, "num_free", None)
         record.duration = self._clock() - self._origin - record.start
         record.work, record.tokens = array("i", record.work), array("i", record.tokens)

@@ -190,7 +190,8 @@ class Recording:
     ) -> None:
         for kind, number, _, detail in events:
             if kind == "arrive":
-                names[number], idle[number], caught_up[number], runs[number] = detail["name"], "waiting", False, []
+                forked = len(detail["tokens"]) > detail["prompt"]
+                names[number], idle[number], caught_up[number], runs[number] = detail["name"], "waiting", forked, []
             elif kind in ("admit", "resume"):
                 idle[number] = "waiting"
             elif kind == "preempt":

@@ -7,7 +7,7 @@ import time
 import pytest
 from tiny_models import prompt, tiny
 
-from labcore import LLM, SamplingParams
+from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.blocks import BlockPool
 from labcore.models import from_model
 from labcore.recorder import Recorder
@@ -29,6 +29,21 @@ def assert_recorded_truly(engine) -> None:
         known = scheduler.prefix_cache.hash_of(block.block)
         assert block.hash == (None if known is None else known.hex())
     assert snapshot.unaccounted == 0
+
+
+@pytest.mark.parametrize("num_blocks", [64, 20])
+def test_beams_that_are_born_in_mid_step_are_recorded_truly(num_blocks):
+    """A child arrives with the token that made it; it must not be told twice, nor before the child is known."""
+    engine = LLM(from_model(tiny("llama")), block_size=4, record=True, num_blocks=num_blocks, max_num_seqs=5).engine
+    engine.add_request("beams", prompt(6), BeamSearchParams(beam_width=4, max_tokens=9, ignore_eos=True))
+    engine.add_request("plain", prompt(9, seed=1), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert_recorded_truly(engine)
+    assert "prefill" not in {span.state for span in engine.recorder.spans() if span.request_id.startswith("beams/")} or (
+        engine.stats()["num_preemptions"] > 0
+    )
+    assert len(list(engine.recorder.events())) > 0
 
 
 @pytest.mark.parametrize(
