@@ -1,0 +1,170 @@
+"""Prefix tree: what the prefix cache can find, as the tree that its texts make, and under it the pool where it lies.
+
+    [0]──[1]──[2]      one row a text, one cell a block, each cell named after its block in the pool
+      │    └─[4]       where two texts part, so do their rows
+      └─[6]──[7]
+    pool  ▣ ▣ ▣ ▢ ▣ …
+
+The record doesn't say which block comes after which: that is read off the block tables, and remembered for as long as
+the block can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from labcore.recording import Recording
+from labcore.snapshot import BlockState, Snapshot
+from labcore.viz import grid
+from labcore.viz.picture import NOTHING, Facts, Picture, axis, columns, heading, nothing_recorded, picture
+from labcore.viz.style import FAINT, PAPER
+
+MAX_LINES = 40
+AXES = {"xaxis": "x", "yaxis": "y"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A block that can be found, and its place in the drawing: blocks before it in its text, and the row of the text."""
+
+    block: BlockState
+    parent: int | None
+    depth: int
+    row: int
+
+
+def prefix_tree(recording: Recording, step: int | None = None) -> Picture:
+    """The tree of findable blocks after a step (the last one when None), above the whole pool.
+
+    Raises ValueError for a step that was not recorded.
+    """
+    if not recording.steps:
+        return nothing_recorded()
+    snapshot = recording.at(recording.steps[-1] if step is None else step)
+    nodes = tree(recording, snapshot.step)
+    rows = 1 + max((node.row for node in nodes), default=0)
+    place = grid.Grid(len(snapshot.blocks), recording.block_size, top=rows + 1)
+    traces = [_edges(nodes, place), *_tree_cells(recording, snapshot, nodes, place), *_pool_cells(recording, snapshot, place)]
+    layout = _layout(place, 1 + max((node.depth for node in nodes), default=0), headline(nodes))
+    traces += grid.legend(recording.request_ids())
+    return picture(traces, layout, prefix_tree_facts(recording, step))
+
+
+def prefix_tree_facts(recording: Recording, step: int | None = None) -> Facts:
+    """The tree in words: a line a block, indented under the block before it, with owners and text."""
+    if not recording.steps:
+        return NOTHING
+    snapshot = recording.at(recording.steps[-1] if step is None else step)
+    nodes = tree(recording, snapshot.step)
+    table = []
+    for node in nodes[:MAX_LINES]:
+        owners, _, _, text, *_ = grid.block_line(recording, snapshot, node.block)
+        table.append(["   " * node.depth + f"block {node.block.block}", text, owners])
+    more = [f"… and {len(nodes) - MAX_LINES} more"] if len(nodes) > MAX_LINES else []
+    return Facts("\n".join([f"step {snapshot.step}   {headline(nodes)}", *columns(table), *more] if table else [headline(nodes)]))
+
+
+def headline(nodes: list[Node]) -> str:
+    """`7 blocks can be found, in 3 texts`."""
+    return f"{len(nodes)} blocks can be found, in {1 + max((node.row for node in nodes), default=-1)} texts"
+
+
+def tree(recording: Recording, step: int) -> list[Node]:
+    """Every findable block after `step`, parents before children, and the rows of a text's blocks side by side."""
+    parents = _parents(recording, step)
+    blocks = recording.at(step).blocks
+    children: dict[int | None, list[int]] = {}
+    for block, parent in sorted(parents.items()):
+        children.setdefault(parent if parent in parents else None, []).append(block)
+
+    def walk(parent: int | None, depth: int, row: int) -> Iterator[Node]:
+        for block in children.get(parent, ()):
+            below = list(walk(block, depth + 1, row))
+            yield Node(blocks[block], parent, depth, row)
+            yield from below
+            row = 1 + max((node.row for node in below), default=row)
+
+    return list(walk(None, 0, 0))
+
+
+def _parents(recording: Recording, step: int) -> dict[int, int | None]:
+    """Findable block → the block before it in its text, as far as the tables up to `step` have shown."""
+    parents: dict[int, int | None] = {}
+    for snapshot in recording.snapshots([s for s in recording.steps if s <= step]):
+        findable = {block.block for block in snapshot.blocks if block.hash is not None}
+        parents = {block: parent for block, parent in parents.items() if block in findable}
+        for table in snapshot.tables.values():
+            parents.update((b, a) for a, b in zip([None, *table], table, strict=False) if b in findable)
+    return parents
+
+
+def _tree_cells(recording: Recording, snapshot: Snapshot, nodes: list[Node], place: grid.Grid) -> list[dict[str, Any]]:
+    bases = [-round((node.row + 1) * place.pitch, 3) for node in nodes]
+    cells = grid.Cells([node.depth for node in nodes], bases, place.block_size, AXES)
+    labels = [str(node.block.block) for node in nodes]
+    return _layers(recording, snapshot, [node.block for node in nodes], cells, labels)
+
+
+def _pool_cells(recording: Recording, snapshot: Snapshot, place: grid.Grid) -> list[dict[str, Any]]:
+    everywhere = range(place.num_blocks)
+    cells = grid.Cells([place.x(i) for i in everywhere], [place.base(i) for i in everywhere], place.block_size, AXES)
+    labels = [grid.block_label(snapshot, block) for block in snapshot.blocks]
+    return _layers(recording, snapshot, list(snapshot.blocks), cells, labels)
+
+
+def _layers(
+    recording: Recording, snapshot: Snapshot, blocks: list[BlockState], cells: grid.Cells, labels: list[str]
+) -> list[dict[str, Any]]:
+    return cells.layers(
+        colours=[grid.block_colour(snapshot, block) for block in blocks],
+        amounts=[grid.block_amount(block) for block in blocks],
+        shared=[i for i, block in enumerate(blocks) if block.state == "shared"],
+        cached=[i for i, block in enumerate(blocks) if block.state == "cached"],
+        labels=labels,
+        hover={"hovertext": [grid.block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"},
+        size=13 if len(snapshot.blocks) <= 40 else 10,
+    )
+
+
+def _edges(nodes: list[Node], place: grid.Grid) -> dict[str, Any]:
+    """Down from the parent's row, then across to the child."""
+    at = {node.block.block: node for node in nodes}
+
+    def middle(node: Node) -> float:
+        return round(-(node.row + 1) * place.pitch + place.block_size / 2, 3)
+
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for node in nodes:
+        parent = at.get(node.parent)
+        if parent is not None:
+            x += [parent.depth, parent.depth, node.depth, None]
+            y += [middle(parent), middle(node), middle(node), None]
+    return {
+        "type": "scatter", "mode": "lines", "x": x or [None], "y": y or [None], "line": {"color": FAINT, "width": 1.5},
+        "hoverinfo": "skip", "showlegend": False, "zorder": -1,
+    }  # fmt: skip
+
+
+def _layout(place: grid.Grid, widest: int, title: str) -> dict[str, Any]:
+    rows = place.top + place.rows
+    notes = {"prefix tree: each cell names its block": 0, "pool: each cell names its owners": place.top}
+    return {
+        "height": 150 + max(160, min(760, rows * (46 if rows <= 8 else 34))),
+        "barmode": "overlay",
+        "title": heading(title),
+        "margin": {"t": 44, "l": 30},
+        "annotations": [
+            {"text": text, "x": -0.45, "y": round(-row * place.pitch - 0.45 * (place.pitch - place.block_size), 3),
+             "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 11, "color": FAINT},
+             "bgcolor": PAPER, "borderpad": 0}
+            for text, row in notes.items()
+        ],
+        "xaxis": axis(range=[-0.6, max(widest, place.columns) - 0.4], showgrid=False, showticklabels=False),
+        "yaxis": axis(
+            range=[-rows * place.pitch - 0.1 * place.block_size, 0.4 * place.block_size], showgrid=False,
+            showticklabels=False,
+        ),
+    }  # fmt: skip
