@@ -40,14 +40,14 @@ def make_engine(
     refuse_unbuilt(config)
     config, pool = resolve_pool(config, loaded, block_pool)
     cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
-    prefixes = built(prefix_cache or default_prefix_cache(config), pool.block_size)
-    planner = (scheduler or Scheduler)(
+    prefixes = built(chosen(prefix_cache, default_prefix_cache(config)), pool.block_size)
+    planner = chosen(scheduler, Scheduler)(
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        chunking=built(chunking or default_chunking(config)),
+        chunking=built(chosen(chunking, default_chunking(config))),
         prefix_cache=prefixes,
-        preemption=built(preemption or Recompute),
+        preemption=built(chosen(preemption, Recompute)),
         policy=make_policy(config),
     )
     recorder = make_recorder(config, loaded, pool, prefixes) if config.record else None
@@ -72,7 +72,7 @@ def resolve_pool(
     else:
         budget, element_size = memory_budget(config, loaded.model), loaded.model.dtype.itemsize
         num_blocks = config.num_blocks or pool_size(config, loaded.layers, element_size, budget, longest)
-        pool = (block_pool or BlockPool)(num_blocks, config.block_size)
+        pool = chosen(block_pool, BlockPool)(num_blocks, config.block_size)
     if config.max_model_len is None:
         longest = min(longest, pool.num_blocks * pool.block_size + 1)  # the last token needs no KV
     return replace(config, num_blocks=pool.num_blocks, block_size=pool.block_size, max_model_len=longest), pool
@@ -114,6 +114,11 @@ def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, pr
         hash_of=getattr(prefixes, "hash_of", None),
         decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
     )
+
+
+def chosen(part: Part | None, default: Part) -> Part:
+    """The part that was given, if one was. An empty cache of one's own is as good as any: not `part or default`."""
+    return default if part is None else part
 
 
 def built(part: Part | type[Part], *arguments: object) -> Part:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiny_models import tiny
 
-from labcore import SamplingParams
+from labcore import LLM, SamplingParams
 from labcore.blocks import BlockPool
 from labcore.chunking import ChunkedPrefill, WholePrompts
 from labcore.integrity import check_integrity
@@ -379,3 +379,22 @@ def test_caching_changes_no_token_whatever_the_pool_the_budget_and_the_order(mod
         done = run(llm.engine)
         assert [done[f"r{i}"].outputs[0].token_ids for i in range(len(asked))] == expected
         assert llm.engine.stats()["prefix_cache_hits"] > 0
+
+
+def test_an_empty_cache_of_ones_own_is_plugged_in_and_not_taken_for_none(model):
+    cache = HashedPrefixCache(8)
+    llm = LLM(from_model(model), num_blocks=32, block_size=8, prefix_cache=cache)
+    llm.generate(list(range(1, 20)), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert llm.engine.scheduler.prefix_cache is cache and len(cache) == 2
+
+
+def test_the_next_turn_of_a_chat_finds_the_blocks_that_were_filled_while_it_was_answered(model):
+    """Prompt of 6, answer of 13: of its 19 tokens the last has no KV yet, so 4 blocks of 4 are found, three of them answer."""
+    llm = LLM(from_model(model), num_blocks=32, block_size=4)
+    first, news = list(range(1, 7)), [7, 8, 9]
+    params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
+    said = llm.generate(first, params)[0].outputs[0].token_ids
+    second = [*first, *said, *news]
+    again = llm.generate(second, params)[0]
+    assert again.num_cached_tokens == 16
+    assert again.outputs[0].token_ids == greedy(model, second, 13)
