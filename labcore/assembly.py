@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from labcore.attention.base import AttentionBackend
 from labcore.attention.kv_cache import KVCache
+from labcore.attention.torch_backend import TorchAttention
 from labcore.blocks import BlockPool
 from labcore.chunking import ChunkedPrefill, ChunkPolicy, WholePrompts
 from labcore.config import EngineConfig
@@ -51,7 +54,11 @@ def make_engine(
         policy=make_policy(config),
     )
     recorder = make_recorder(config, loaded, pool, prefixes) if config.record else None
-    return Engine(config, loaded, planner, ModelRunner(loaded, cache, backend), recorder)
+    runner = ModelRunner(loaded, cache, backend)
+    if config.cuda_graphs:
+        check_graphs(backend, runner.device)
+        runner.use_graphs(config.max_num_seqs, config.max_model_len)
+    return Engine(config, loaded, planner, runner, recorder)
 
 
 def resolve_pool(
@@ -84,6 +91,14 @@ def refuse_unbuilt(config: EngineConfig) -> None:
         raise ValueError("preemption_mode 'swap' and num_host_blocks come with notebook 07; use 'recompute' and 0 for now.")
     if config.kv_cache_dtype != "auto":
         raise ValueError(f"kv_cache_dtype {config.kv_cache_dtype!r} comes with notebook 08; use 'auto' for now.")
+
+
+def check_graphs(backend: AttentionBackend, device: torch.device) -> None:
+    """CUDA graphs record a GPU's work, and the torch backend makes the host wait for the GPU, which no graph can hold."""
+    if device.type != "cuda" or isinstance(backend, TorchAttention):
+        raise ValueError(
+            f"cuda_graphs is True with {type(backend).__name__} on {device.type}; it needs the Triton backend on cuda."
+        )
 
 
 def make_policy(config: EngineConfig) -> Policy:

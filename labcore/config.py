@@ -36,6 +36,7 @@ class EngineConfig:
     num_host_blocks          KV blocks of host memory for swapped requests
     kv_cache_dtype           "auto" stores KV in the model's dtype; "int8" and "fp8" compress it
     attention_backend        "auto", "torch" or "triton"
+    cuda_graphs              play decode steps back from CUDA graphs (cuda, with the Triton backend)
     seed                     seed of every request that brings none of its own
     record                   keep a flight record of every step
     """
@@ -59,6 +60,7 @@ class EngineConfig:
     num_host_blocks: int = 0
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
+    cuda_graphs: bool = False
     seed: int = 0
     record: bool = False
 
@@ -80,7 +82,7 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "record"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "cuda_graphs", "record"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
 

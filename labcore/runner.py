@@ -11,6 +11,7 @@ from labcore.attention.base import AttentionBackend
 from labcore.attention.interface import ATTENTION_NAME, PagedStep, register
 from labcore.attention.kv_cache import KVCache
 from labcore.attention.metadata import AttentionMetadata
+from labcore.cuda_graphs import Capture, DecodeGraphs
 from labcore.models import LoadedModel
 from labcore.request import Request
 from labcore.scheduler import SchedulerOutput
@@ -30,6 +31,19 @@ class ModelRunner:
         self.cache = cache
         self.backend = backend
         self.device = cache.k[0].device
+        self.graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, max_num_seqs: int, max_model_len: int, capture: Capture | None = None) -> None:
+        """Serve decode steps from CUDA graphs from now on. Needs the Triton backend; see `labcore.cuda_graphs`."""
+        self.graphs = DecodeGraphs(
+            self._forward,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_blocks=-(-max_model_len // self.cache.block_size),
+            block_size=self.cache.block_size,
+            device=self.device,
+            capture=capture,
+        )
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[list[Request], Tensor]:
@@ -43,6 +57,8 @@ class ModelRunner:
         input_ids, positions, meta = self._flatten(batch)
         last = meta.cu_seqlens[1:].long() - 1
         caught_up = [i for i, (request, n) in enumerate(batch) if n == request.num_uncomputed_tokens]
+        if self.graphs is not None and len(caught_up) == len(batch) and self.graphs.serves(meta):
+            return [request for request, _ in batch], self.graphs.run(input_ids, positions, meta)[0].float()
         keep = last if len(caught_up) == len(batch) else last[caught_up or [0]]  # a model must be asked for one row at least
         logits = self._forward(input_ids, positions, meta, keep)[0].float()
         return [batch[i][0] for i in caught_up], logits[: len(caught_up)]
