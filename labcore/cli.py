@@ -21,9 +21,11 @@ from labcore import __version__
 Table = Mapping[str, "tuple[str | Table, str]"]
 
 BENCHMARKS: Table = {
+    "gpu": ("labcore.bench.gpu", "kernels and engine on an NVIDIA GPU, in at most 8 minutes"),
     "engine": ("labcore.bench.engine", "tokens per second against transformers, on this machine's CPU"),
     "blocks": ("labcore.bench.blocks", "time of one allocate/free pair, for pools of 10^3 to 10^6 blocks"),
     "scheduler": ("labcore.bench.scheduler", "time of planning a step, 1,000 requests running and up to 100,000 waiting"),
+    "prefix": ("labcore.bench.prefix", "prefix cache: look-up time, overhead, memory saved by sharing"),
 }
 COMMANDS: Table = {
     "generate": ("labcore.commands.generate", "continue or answer a prompt"),
