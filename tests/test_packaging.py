@@ -23,7 +23,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
 PINS = [Requirement(line) for line in LOCK.splitlines() if line and not line.startswith("#")]
 TARGETS = [
@@ -160,6 +161,7 @@ def modules(requirements: list[str]) -> set[str]:
 def test_what_the_package_imports_is_declared():
     extras = PROJECT["optional-dependencies"]
     known = modules(PROJECT["dependencies"] + extras["lab"]) | {"jupyter_client", "nbclient", "labcore"}
+    known |= {"flash_attn", "flashinfer"}  # rivals of the kernels, measured on a GPU machine that has them
     foreign = {n: file for n, file in imported("labcore").items() if n not in sys.stdlib_module_names | known}
     assert foreign == {}
 
@@ -236,6 +238,13 @@ def test_no_committed_file_names_a_place_on_somebodys_machine():
     assert named == {}
 
 
+def test_what_the_package_reads_is_packed_with_it():
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["labcore"]
+    packed = {path for pattern in patterns for path in (ROOT / "labcore").glob(pattern)}
+    read = {path for path in committed() if "labcore" in path.relative_to(ROOT).parts[:1] and path.suffix != ".py"}
+    assert read <= packed
+
+
 def test_the_top_folder_holds_what_a_reader_expects_and_nothing_else():
     expected = {"notebooks", "labcore", "tests", "data", "environment.yml", "README.md", "pyproject.toml", "Makefile"}
     expected |= {"requirements.lock", "LICENSE", ".gitignore", ".ci"}
@@ -245,7 +254,7 @@ def test_the_top_folder_holds_what_a_reader_expects_and_nothing_else():
 def test_the_readme_names_every_notebook_that_exists_and_no_other_as_there():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\(notebooks/(\w+)\.ipynb\)", readme))
-    assert linked == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert linked == {path.stem for path in committed() if path.suffix == ".ipynb" and path.parent.name == "notebooks"}
 
 
 def test_every_file_that_the_readme_links_to_is_there():
