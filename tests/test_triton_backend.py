@@ -20,6 +20,7 @@ from labcore.attention.select import select_backend  # noqa: E402
 from labcore.attention.tiles import DECODE, PREFILL, decode_tile, prefill_tile  # noqa: E402
 from labcore.attention.torch_backend import TorchAttention  # noqa: E402
 from labcore.attention.triton_backend import MAX_SPLITS, TritonAttention, choose_splits  # noqa: E402
+from labcore.attention.triton_decode import paged_decode  # noqa: E402
 from labcore.attention.triton_switch import INTERPRETED  # noqa: E402
 from labcore.models import from_model  # noqa: E402
 from labcore.models.layers import LayerShape  # noqa: E402
@@ -181,6 +182,24 @@ print((out - reference(batch, scaling=1.0)).abs().max().item() < 1e-5)
     del environment["TRITON_INTERPRET"]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_kernel_of_ones_own_takes_the_place_of_labcores():
+    calls = []
+
+    class Counting:
+        """paged_decode, and it counts its launches."""
+
+        def __getitem__(self, grid):
+            calls.append(grid)
+            return paged_decode[grid]
+
+    batch = paged_batch([(5, 1), (30, 1)])
+    backends = TritonAttention(kernels={"paged_decode": Counting()}), TritonAttention()
+    for backend in backends:
+        backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    theirs, ours = (backend.attend(batch.cache, 0, batch.q, batch.meta, scaling=0.25) for backend in backends)
+    assert torch.equal(theirs, ours) and calls == [(2, 2, 1)]
 
 
 def test_the_backend_is_chosen_by_name():

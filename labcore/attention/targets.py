@@ -51,6 +51,7 @@ def programs_per_processor(target: Target, registers: int, warps: int, shared: i
 
     registers   per thread; hardware hands them out to a warp in portions of 256
     shared      bytes per program
+    Built in notebook 03.
     """
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // per_warp // warps

@@ -8,7 +8,8 @@ Everything it decides, it decides from numbers that the host has already: no ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -19,6 +20,7 @@ from labcore.attention.kv_cache import KVCache
 from labcore.attention.metadata import AttentionMetadata
 from labcore.attention.tiles import INTERPRETER, Tile, decode_tile, prefill_tile
 from labcore.attention.triton_launch import (
+    Launch,
     Scoring,
     copy_launch,
     decode_launches,
@@ -38,16 +40,20 @@ PROGRAMS_PER_PROCESSOR = 2
 class TritonAttention(AttentionBackend):
     """Paged attention by the kernels of notebook 03, on an NVIDIA GPU or in Triton's interpreter.
 
-    tile, splits: for experiments; None takes them from the table of tiles and from the step's geometry.
+    tile, splits   for experiments; None takes them from the table of tiles and from the step's geometry
+    kernels        kernels of your own by their names, "paged_decode" say, that take the place of labcore's
     """
 
-    def __init__(self, tile: Tile | None = None, splits: int | None = None) -> None:
+    def __init__(
+        self, tile: Tile | None = None, splits: int | None = None, kernels: Mapping[str, object] | None = None
+    ) -> None:
         self.tile = tile
         self.splits = splits
+        self.kernels = dict(kernels or {})
 
     def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, meta: AttentionMetadata) -> None:
         check_device(k)
-        store_launch(k, v, cache.k[layer], cache.v[layer], meta.slot_mapping).run()
+        self._run(store_launch(k, v, cache.k[layer], cache.v[layer], meta.slot_mapping))
 
     def attend(
         self,
@@ -75,10 +81,10 @@ class TritonAttention(AttentionBackend):
             at_once = num_processors * PROGRAMS_PER_PROCESSOR
             splits = self.splits or choose_splits(meta.seq_lens_list, sliding_window, num_kv_heads, at_once)
             for launch in decode_launches(out, q, *pools, meta, scoring, tile, splits):
-                launch.run()
+                self._run(launch)
         else:
             tile = self.tile or prefill_tile(architecture, head_dim, q.dtype)
-            prefill_launch(out, q, *pools, meta, scoring, tile).run()
+            self._run(prefill_launch(out, q, *pools, meta, scoring, tile))
         return out
 
     def copy_blocks(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
@@ -97,7 +103,11 @@ class TritonAttention(AttentionBackend):
                 for pool in pools:
                     pool.index_copy_(0, dst, pool.index_select(0, src))
             else:
-                copy_launch(pools, table).run()
+                self._run(copy_launch(pools, table))
+
+    def _run(self, launch: Launch) -> None:
+        own = self.kernels.get(launch.kernel.__name__)
+        (launch if own is None else replace(launch, kernel=own)).run()
 
 
 def is_decode(meta: AttentionMetadata) -> bool:
@@ -110,6 +120,7 @@ def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int
 
     So many that the longest sequence's programs work no longer than an even share of all the keys, if `at_once`
     programs share them. Many sequences of like length: 1. One of 32,768 tokens with 8 KV heads on 132 processors: 64.
+    Built in notebook 03.
     """
     visible = [n if window is None else min(n, window) for n in seq_lens]
     fair = max(sum(visible) * num_kv_heads / at_once, MIN_KEYS_PER_SPLIT)

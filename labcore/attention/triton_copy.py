@@ -5,7 +5,7 @@
     (7 → 19)  k[0]  ▓▓▓░░░  piece 0    a piece: up to PIECE elements of a block
               k[1]  …
 
-Programs run in any order, so no block may be both read and written in one launch. Built in notebook 03.
+Programs run in any order, so no block may be both read and written in one launch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def copy_blocks(
     """Copy block pairs[i, 0] to pairs[i, 1], [pairs, 2] int64, in every pool. Grid (pairs, pools, pieces).
 
     Distances, [pools] int64, are multiples of 16 elements: a thread may move 16 bytes at once, if the compiler is told.
+    Built in notebook 03.
     """
     pair, pool = pairs + 2 * tl.program_id(0), first_pool + tl.multiple_of(tl.load(distances + tl.program_id(1)), 16)
     src, dst = tl.load(pair).to(tl.int64) * kv_strides[0], tl.load(pair + 1).to(tl.int64) * kv_strides[0]

@@ -8,7 +8,7 @@
     sequence 1 …                       splits > 1, for few and long sequences: each takes a stretch of the keys, and
                                        leaves its own result and total; `reduce_splits` puts them together
 
-Built in notebook 03. Sources: Ainslie et al. 2023 (GQA), Dao et al. 2023 (Flash-Decoding).
+Sources: Ainslie et al. 2023 (GQA), Dao et al. 2023 (Flash-Decoding).
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from labcore.attention.triton_tile import attend_tile, first_state, token_offset
 
 
 @triton.jit
+def group_rows(kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The query heads that share a KV head, as the rows of a tile, [ROWS]; and which rows are heads, not padding.
+
+    Query head h belongs to KV head h // GROUP. Built in notebook 03.
+    """
+    rows = tl.arange(0, ROWS)
+    return kv_head * GROUP + rows, rows < GROUP
+
+
+@triton.jit
 def split_range(first, last, split, num_splits, TILE: tl.constexpr):
     """The keys of one split, [begin, end): an equal share of [first, last), in whole tiles.
 
     Worked out on the device from the sequence's own length, so that a captured CUDA graph stays right while sequences
-    grow. In a sequence of few tiles some splits get nothing: begin >= end.
+    grow. In a sequence of few tiles some splits get nothing: begin >= end. Built in notebook 03.
     """
     share = tl.cdiv(tl.cdiv(last - first, TILE), num_splits) * TILE
     return first + split * share, tl.minimum(first + (split + 1) * share, last)
@@ -37,9 +47,10 @@ def paged_decode(
     """Attention of q, [S, Hq, D], over the keys of each sequence, to out, [S, Hq, splits, D].
 
     log_totals, [S, Hq, splits], gets log2 of each split's sum of exponentials; it is None if there is one split only.
+    Built in notebook 03.
     """
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    heads, valid = kv_head * GROUP + tl.arange(0, ROWS), tl.arange(0, ROWS) < GROUP
+    heads, valid = group_rows(kv_head, GROUP, ROWS)
     where, inside = vectors(seq * q_strides[0] + heads * q_strides[1], valid, q_strides[2], HEAD_DIM, DIMS)
     q_tile = tl.load(q + where, mask=inside, other=0.0)
     seq_len = tl.load(seq_lens + seq)
@@ -70,6 +81,7 @@ def reduce_splits(
     """Put the splits of one query head together: out, [S, Hq, D], from partial, [S, Hq, splits, D]. Grid (S, Hq).
 
     A split whose exponentials sum to total_i has the share total_i / sum(total) of the result. Empty ones are not read.
+    Built in notebook 03.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)

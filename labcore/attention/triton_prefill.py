@@ -13,7 +13,7 @@ run of n * G rows, cut into tiles of ROWS. No tile holds rows of two sequences:
 The formula leaves every sequence at least the tiles it needs, and no list of tiles has to travel from the host: a tile
 finds its owner by binary search in cu_seqlens. Tiles that are left over return at once.
 
-Built in notebook 03. Source: the query blocks of vLLM's unified Triton attention kernel.
+Source: the query blocks of vLLM's unified Triton attention kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from labcore.attention.triton_tile import attend_tile, first_state, token_offset
 
 @triton.jit
 def first_tile(cu_seqlens, seq, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The first tile of sequence `seq`."""
+    """The first tile of sequence `seq`. Built in notebook 03."""
     return tl.load(cu_seqlens + seq) * GROUP // ROWS + seq
 
 
@@ -32,7 +32,7 @@ def first_tile(cu_seqlens, seq, GROUP: tl.constexpr, ROWS: tl.constexpr):
 def find_owner(cu_seqlens, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The sequence that a tile belongs to, its tokens [start, stop), and where among its rows the tile begins.
 
-    The owner is the last sequence whose first tile is not after this one.
+    The owner is the last sequence whose first tile is not after this one. Built in notebook 03.
     """
     seq, high = 0, num_seqs
     while high - seq > 1:
@@ -51,7 +51,7 @@ def paged_prefill(
 ):
     """Causal attention of q, [T, Hq, D], over each sequence's history and its own queries; out has q's shape.
 
-    Grid (T * G // ROWS + S, Hkv).
+    Grid (T * G // ROWS + S, Hkv). Built in notebook 03.
     """
     kv_head = tl.program_id(1)
     seq, start, stop, first_row = find_owner(cu_seqlens, tl.program_id(0), num_seqs, GROUP, ROWS)

@@ -4,8 +4,6 @@
                     │   │   └ padding: writes nothing
                     │   └ token 1 → block 2, offset 12 (block_size 16)
                     └ token 0 → block 1, offset 13
-
-Built in notebook 03.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ def store_kv(
     k, v, k_cache, v_cache, slot_mapping, k_strides, v_strides, kv_strides,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):
-    """k and v, [T, Hkv, D], to their slots of the pool. Grid (T,)."""
+    """k and v, [T, Hkv, D], to their slots of the pool. Grid (T,). Built in notebook 03."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
