@@ -405,4 +405,5 @@ class Scheduler:
         self.waiting.push(request)
 
     def _leave(self, request: Request) -> None:
-        del self.running[bisect_left(self.running, self.policy.entitlement(request), key=self.policy.entitlement)]
+        entitlement = self.policy.entitlement
+        del self.running[bisect_left(self.running, entitlement(request), key=entitlement)]

@@ -2,10 +2,75 @@
 
 from __future__ import annotations
 
+from heapq import heappop
+
 from labcore.course.specs.nb04 import MendedScheduler
 from labcore.course.specs.nb04_planted import CopyingScheduler
 from labcore.request import RequestStatus
-from labcore.scheduler import PriorityWithAging, Scheduler
+from labcore.scheduler import PriorityWithAging, Scheduler, WaitingQueue
+
+
+class QueueByPopping(WaitingQueue):
+    """Takes the first entry out and puts it back, rather than looking at it."""
+
+    def peek(self):
+        request = self.pop()
+        self.push(request)
+        return request
+
+    def pop(self):
+        while True:
+            _, request = heappop(self._heap)
+            if self._present.get(request.request_id) is request:
+                return self._present.pop(request.request_id)
+
+
+class PopsTheLast(WaitingQueue):
+    def peek(self):
+        return self._heap[-1][1]
+
+
+class ForgetsWhoHungUp(WaitingQueue):
+    def peek(self):
+        return self._heap[0][1]
+
+
+class GoesByTheName(WaitingQueue):
+    def peek(self):
+        while self._heap[0][1].request_id not in self._present:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+
+class TakesWhenItLooks(WaitingQueue):
+    def peek(self):
+        return QueueByPopping.pop(self)
+
+
+class LeavesItPresent(WaitingQueue):
+    def pop(self):
+        request = self.peek()
+        heappop(self._heap)
+        return request
+
+
+class LeavesItInTheHeap(WaitingQueue):
+    """Its entry is thrown away when it surfaces, like those of people who hung up."""
+
+    def pop(self):
+        request = self.peek()
+        del self._present[request.request_id]
+        return request
+
+
+class SortsEveryTime(WaitingQueue):
+    def peek(self):
+        return next(iter(self))
+
+    def pop(self):
+        request = self.peek()
+        self.discard(request)
+        return request
 
 
 class AdmitsByBreaking(Scheduler):
@@ -260,6 +325,7 @@ class PushesEverybodyOut(CopyingScheduler):
 
 
 RIGHT = {
+    "04.queue": [WaitingQueue, QueueByPopping, LeavesItInTheHeap],
     "04.admission": [Scheduler, AdmitsByBreaking],
     "04.aging": [PriorityWithAging, AgingInNumbers],
     "04.victims": [Scheduler, VictimsByIndex],
@@ -267,6 +333,14 @@ RIGHT = {
 }
 
 WRONG = {
+    "04.queue": [
+        (PopsTheLast, "peek(). expected 'ana', got"),
+        (ForgetsWhoHungUp, "Ana was popped, Bo hung up; peek(). expected 'cy', got 'bo'"),
+        (GoesByTheName, "another Cy; pop(). expected 'di', got 'cy'"),
+        (TakesWhenItLooks, "len(queue) after peek(). expected 3, got 2"),
+        (LeavesItPresent, "len(queue) after pop(). expected 2, got 3"),
+        (SortsEveryTime, "500 of 1,000 were popped, and the policy was asked for"),
+    ],
     "04.admission": [
         (ForgetsTheSeats, "Ana, Bo and Cy wait, and there are 2 seats: those in the plan"),
         (ForgetsTheBudget, "18 tokens are in the plan. expected 12 at most"),

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04, the scheduler: letting people in, aging, whom to push out, and a bug hunt."""
+"""Exercises of notebook 04, the scheduler: a queue, letting people in, aging, whom to push out, and a bug hunt."""
 
 from __future__ import annotations
 
@@ -35,6 +35,59 @@ class MendedScheduler(CopyingScheduler):
                 self._reserve(request, n, plan)
                 budget -= n
         return budget
+
+
+class CountingPolicy(FirstComeFirstServed):
+    """First come, first served, and it knows how often it was asked for a key."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def entitlement(self, request: Request) -> tuple:
+        self.asked += 1
+        return super().entitlement(request)
+
+
+def check_queue(WaitingQueue: Any) -> None:
+    expect_attributes(WaitingQueue, "push", "discard", "peek", "pop")
+    queue = WaitingQueue(FirstComeFirstServed())
+    ana, bo, cy = (new_request(name, arrival, 4) for arrival, name in enumerate(("ana", "bo", "cy")))
+    for request in (cy, ana, bo):
+        queue.push(request)
+    said = "Cy, Ana and Bo were pushed in this order, and arrived as Ana, Bo, Cy"
+    expect_equal(who(queue.peek()), "ana", f"{said}; peek()")
+    expect_equal(len(queue), 3, f"{said}; len(queue) after peek()", hint=1)
+    expect_equal(who(queue.pop()), "ana", f"{said}; pop()")
+    expect_equal(len(queue), 2, f"{said}; len(queue) after pop()", hint=3)
+    expect_equal(who(queue.peek()), "bo", f"{said}; peek() after Ana was popped", hint=3)
+    queue.discard(bo)
+    expect_equal(who(queue.peek()), "cy", f"{said}; Ana was popped, Bo hung up; peek()", hint=2)
+    queue.push(ana)
+    expect_equal(who(queue.pop()), "ana", f"{said}; Ana was popped and pushed again; pop()", hint=3)
+    queue.discard(cy)
+    again = new_request("cy", 9, 4)
+    queue.push(new_request("di", 5, 4))
+    queue.push(again)
+    said = "Cy hung up, Di came, and then another Cy"
+    expect_equal(who(queue.pop()), "di", f"{said}; pop()", hint=2)
+    expect(queue.pop() is again, f"{said}; Di was popped; pop() gave the Cy who hung up", "the one who came", hint=2)
+    expect_equal(len(queue), 0, f"{said}; len(queue) after all were popped", hint=3)
+    check_no_search(WaitingQueue)
+
+
+def check_no_search(WaitingQueue: Any) -> None:
+    policy = CountingPolicy()
+    queue = WaitingQueue(policy)
+    crowd = [new_request(f"r{i}", i, 1) for i in range(1000)]
+    for request in crowd:
+        queue.push(request)
+    for request in crowd[:500]:
+        queue.discard(request)
+    policy.asked = 0
+    order = [who(queue.pop()) for _ in range(500)]
+    expect_equal(order, names(crowd[500:]), "1,000 were pushed, the first 500 hung up, and 500 were popped", hint=2)
+    said = f"500 of 1,000 were popped, and the policy was asked for {policy.asked:,} keys"
+    expect(policy.asked <= 1000, said, "the keys that were worked out when they were pushed", hint=3)
 
 
 def check_admission(Scheduler: Any) -> None:
@@ -252,11 +305,34 @@ def new_request(name: str, arrival: int, prompt: int, output: int = 4, priority:
     return Request(name, [0] * prompt, params, arrival, output, seed=0, priority=priority)
 
 
+def who(request: Any) -> Any:
+    """A request's name; whatever else was given, as it is."""
+    return getattr(request, "request_id", request)
+
+
 def names(requests: Any) -> list[str]:
     return [request.request_id for request in requests]
 
 
 EXERCISES = (
+    Exercise(
+        id="04.queue",
+        title="a queue that is never searched",
+        minutes=8,
+        difficulty=1,
+        spec="`peek()` returns the most entitled of those who are present, and leaves it in the queue. Entries of people "
+        "who are not present any more are thrown away when they surface. `pop()` returns the same one and takes it out. "
+        "Neither goes over everybody who waits.",
+        check=check_queue,
+        passed="gives the most entitled first, passes over those who hung up, and asks the policy nothing",
+        hints=(
+            "The first entry of a heap is its smallest, `self._heap[0]`: a pair of key and request. To look is not to take.",
+            "Whoever hung up is in the heap and not in `_present`. And a name may be used again: is it the same request?",
+            "`pop` is `peek`, and then out of both: the heap and `_present`. The keys stand in the heap; nobody has to be "
+            "asked for one again.",
+        ),
+        reference="scheduler.WaitingQueue",
+    ),
     Exercise(
         id="04.admission",
         title="admission",
