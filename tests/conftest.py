@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports huggingface_hub: a test that would reach for the network fails at once, here as on a train.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Notebooks run under nbval keep a learner's progress in memory, so that their outputs are the same on every machine.
 os.environ["LABCORE_PROGRESS"] = "off"
+
+
+# The same examples in every run: a test that passes here passes everywhere. LABCORE_EXPLORE=1 looks for new ones.
+settings.register_profile("labcore", deadline=None, derandomize=not os.environ.get("LABCORE_EXPLORE"))
+settings.load_profile("labcore")
 
 
 @pytest.fixture(autouse=True)
