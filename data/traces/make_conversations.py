@@ -1,4 +1,4 @@
-"""Make conversations.jsonl, the synthetic log of conversations that the course ships: `python data/traces/make_conversations.py`.
+"""Make conversations.jsonl, the synthetic log of conversations that the course ships; run this file.
 
 No line is copied from a real log. Lengths and reuse follow the published figures of the conversation trace of Mooncake
 (FAST'25; kvcache-ai/Mooncake, Apache-2.0), and so does the format:

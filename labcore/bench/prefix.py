@@ -4,8 +4,9 @@
     overhead     the share of the engine's time that the cache takes where it never finds anything
     sharing      table entries that point at a block which is there already, for n samples and for n beams
 
-The paper's ranges (Kwon et al. 2023, section 6.3) are of Alpaca, short questions and short answers, and of ShareGPT, long
-ones. Ours are about as long, and texts of our own; answers go on to a given length, whatever the model would have said.
+The paper's ranges (Kwon et al. 2023, section 6.3) are of Alpaca, short questions and short answers, and of ShareGPT,
+long ones. Ours are about as long, and texts of our own; answers go on to a given length, whatever the model would have
+said.
 """
 
 from __future__ import annotations
@@ -45,20 +46,24 @@ INSTRUCTIONS = (
 """Of 6 to 24 tokens, 16 on average; the mean of Alpaca's is 19, with answers of 58."""
 
 STORY = (
-    "My grandmother kept a small shop at the end of a long street. She sold bread in the morning, thread and buttons at noon "
-    "and, when the schools closed, more sweets than was good for us. In the evening she counted the coins twice, wrote the sum "
-    "into a blue book, and told me that the sea had once come up to the door. I never knew whether that was true. Years later I "
-    "found the book again. Between the sums she had written down, day by day, who had come in, what they had talked about, and "
-    "what the weather was like. I am thinking of making a novel of it, and I would like it to be honest and a little funny, but "
-    "I don't know where to begin. "
+    "My grandmother kept a small shop at the end of a long street. She sold bread in the morning, thread and buttons "
+    "at noon and, when the schools closed, more sweets than was good for us. In the evening she counted the coins "
+    "twice, wrote the sum into a blue book, and told me that the sea had once come up to the door. I never knew "
+    "whether that was true. Years later I found the book again. Between the sums she had written down, day by day, who "
+    "had come in, what they had talked about, and what the weather was like. I am thinking of making a novel of it, "
+    "and I would like it to be honest and a little funny, but I don't know where to begin. "
 )
-QUESTIONS = ("Please write its first page.", "Who should tell the story, and why?", "Suggest an outline in ten chapters.")
+QUESTIONS = (
+    "Please write its first page.",
+    "Who should tell the story, and why?",
+    "Suggest an outline in ten chapters.",
+)
 """Story and question have 157 tokens; the mean of ShareGPT's prompts is 161, with answers of 338."""
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """A kind of traffic: prompts, and output tokens a request. paper: its range for samples and for beams, in per cent."""
+    """A kind of traffic: prompts, output tokens of each, and the range in per cent that the paper has for either kind."""
 
     name: str
     prompts: tuple[str, ...]
@@ -67,7 +72,10 @@ class Workbench:
 
 
 SHORT = Workbench(
-    "short", INSTRUCTIONS, (35, 48, 90, 62, 85, 30, 44, 72), {"samples": "6.1–9.8 (Alpaca)", "beams": "37.6–55.2 (Alpaca)"}
+    "short",
+    INSTRUCTIONS,
+    (35, 48, 90, 62, 85, 30, 44, 72),
+    {"samples": "6.1–9.8 (Alpaca)", "beams": "37.6–55.2 (Alpaca)"},
 )
 LONG = Workbench(
     "long",
@@ -77,12 +85,19 @@ LONG = Workbench(
 )
 
 
+KINDS: dict[str, Callable[[int], Callable[[int], SamplingParams | BeamSearchParams]]] = {
+    "samples": lambda width: lambda n: SamplingParams(n=width, seed=0, max_tokens=n, ignore_eos=True),
+    "beams": lambda width: lambda n: BeamSearchParams(beam_width=width, max_tokens=n, ignore_eos=True),
+}
+"""Width → output tokens → how to sample or search."""
+
+
 def request_for(prompt: Sequence[int]) -> Request:
     return Request("bench", list(prompt), SamplingParams(max_tokens=1), arrival=0, max_tokens=1, seed=0)
 
 
 def look_up(rounds: int = 7) -> dict[str, float]:
-    """Milliseconds, best of the rounds: `first` hashes and looks up, `again` only looks up, `publish` hashes and enters."""
+    """Milliseconds, best of the rounds. first: hash and look up; again: look up; publish: hash and enter."""
     dice = random.Random(0)
     prompt = [dice.randrange(49_152) for _ in range(PROMPT_TOKENS)]
     times: dict[str, list[float]] = {"first": [], "again": [], "publish": []}
@@ -91,16 +106,16 @@ def look_up(rounds: int = 7) -> dict[str, float]:
         owner.table = BlockTable(BlockPool(PROMPT_TOKENS // BLOCK_SIZE, BLOCK_SIZE))
         owner.table.append(PROMPT_TOKENS)
         owner.num_computed_tokens = PROMPT_TOKENS
-        times["publish"].append(seconds(lambda: cache.publish(owner)))  # noqa: B023
-        times["first"].append(seconds(lambda: cache.match(reader)))  # noqa: B023
-        times["again"].append(seconds(lambda: cache.match(reader)))  # noqa: B023
+        times["publish"].append(seconds(cache.publish, owner))
+        times["first"].append(seconds(cache.match, reader))
+        times["again"].append(seconds(cache.match, reader))
     return {name: round(1000 * min(values), 2) for name, values in times.items()}
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[[Request], object], request: Request) -> float:
     """Processor seconds of this process, so that others on the machine don't count."""
     start = time.process_time()
-    call()
+    call(request)
     return time.process_time() - start
 
 
@@ -138,11 +153,16 @@ def overhead(loaded: LoadedModel, num_requests: int = 32) -> dict[str, float]:
     return {"share": cache.spent / total, "cache_ms": 1000 * cache.spent, "engine_s": total, "hit_tokens": hits}
 
 
-def saved_by_sharing(loaded: LoadedModel, bench: Workbench, params: Callable[[int], object]) -> float:
-    """Share of all table entries, over all steps, whose block is listed by another entry already."""
+def saved_by_sharing(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int], params: Callable[[int], object]
+) -> float:
+    """Share of all table entries, over all steps, whose block is listed by another entry already.
+
+    params   from the output tokens of a request to how it is sampled or searched
+    """
     engine = LLM(loaded, num_blocks=1024, block_size=BLOCK_SIZE, prefix_cache=NoPrefixCache, max_num_seqs=64).engine
-    for number, (prompt, n) in enumerate(zip(bench.prompts, bench.output_tokens, strict=True)):
-        engine.add_request(f"r{number}", loaded.tokenizer(prompt)["input_ids"], params(n))
+    for number, (prompt, n) in enumerate(zip(prompts, output_tokens, strict=True)):
+        engine.add_request(f"r{number}", prompt, params(n))
     listed = different = 0
     while engine.has_unfinished_requests():
         engine.step()
@@ -154,20 +174,16 @@ def saved_by_sharing(loaded: LoadedModel, bench: Workbench, params: Callable[[in
 
 def sharing(loaded: LoadedModel, benches: Sequence[Workbench]) -> list[dict]:
     """One row for each kind of traffic and of sharing: per cent saved at each width, and the paper's range."""
-    kinds: dict[str, Callable[[int], Callable[[int], object]]] = {
-        "samples": lambda width: lambda n: SamplingParams(n=width, seed=0, max_tokens=n, ignore_eos=True),
-        "beams": lambda width: lambda n: BeamSearchParams(beam_width=width, max_tokens=n, ignore_eos=True),
-    }
-    return [
-        {
-            "traffic": bench.name,
-            "kind": kind,
-            "saved_percent": {w: round(100 * saved_by_sharing(loaded, bench, make(w)), 1) for w in WIDTHS},
-            "paper_percent": bench.paper[kind],
-        }
-        for bench in benches
-        for kind, make in kinds.items()
-    ]
+    rows = []
+    for bench in benches:
+        prompts = [loaded.tokenizer(prompt)["input_ids"] for prompt in bench.prompts]
+        for kind, params in KINDS.items():
+            saved = {w: saved_by_sharing(loaded, prompts, bench.output_tokens, params(w)) for w in WIDTHS}
+            percent = {width: round(100 * share, 1) for width, share in saved.items()}
+            rows.append(
+                {"traffic": bench.name, "kind": kind, "saved_percent": percent, "paper_percent": bench.paper[kind]}
+            )
+    return rows
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -204,7 +220,11 @@ def report(found: dict[str, object]) -> dict:
     return {
         "benchmark": "prefix",
         "machine": {"processor": platform.machine(), "cores": torch.get_num_threads(), "system": platform.system()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
         "prompt_tokens": PROMPT_TOKENS,
         "block_size": BLOCK_SIZE,
         "goal": {"look_up_ms_below": GOAL_MS, "overhead_share_below": GOAL_SHARE},
@@ -227,5 +247,7 @@ def table(found: dict) -> str:
     for row in found.get("sharing", []):
         saved = "  ".join(f"{share:5.1f} %" for share in row["saved_percent"].values())
         widths = ", ".join(map(str, row["saved_percent"]))
-        lines.append(f"{row['traffic']:5} prompts, {row['kind']:7} n = {widths}   saved {saved}   paper {row['paper_percent']} %")
+        lines.append(
+            f"{row['traffic']:5} prompts, {row['kind']:7} n = {widths}   saved {saved}   paper {row['paper_percent']} %"
+        )
     return "\n".join(lines)

@@ -120,7 +120,9 @@ class Desk:
         wrong = next((i for i, found in enumerate(seen) if found != text[: i + 1]), None)
         if wrong is not None:
             found = f"'{seen[wrong]}'" if seen[wrong] else "nothing"
-            self.foreign.append(f"{request.request_id}'s letter {wrong} reads {found}, should read '{text[: wrong + 1]}'")
+            self.foreign.append(
+                f"{request.request_id}'s letter {wrong} reads {found}, should read '{text[: wrong + 1]}'"
+            )
         return seen
 
     def _say(self, request: Request, seen: list[str]) -> None:

@@ -27,7 +27,7 @@ AXES = {"xaxis": "x", "yaxis": "y"}
 
 @dataclass(frozen=True)
 class Node:
-    """A block that can be found, and its place in the drawing: blocks before it in its text, and the row of the text."""
+    """A block that can be found, and its place: the blocks before it in its text, and the row of that text."""
 
     block: BlockState
     parent: int | None
@@ -46,7 +46,11 @@ def prefix_tree(recording: Recording, step: int | None = None) -> Picture:
     nodes = tree(recording, snapshot.step)
     rows = 1 + max((node.row for node in nodes), default=0)
     place = grid.Grid(len(snapshot.blocks), recording.block_size, top=rows + 1)
-    traces = [_edges(nodes, place), *_tree_cells(recording, snapshot, nodes, place), *_pool_cells(recording, snapshot, place)]
+    traces = [
+        _edges(nodes, place),
+        *_tree_cells(recording, snapshot, nodes, place),
+        *_pool_cells(recording, snapshot, place),
+    ]
     layout = _layout(place, 1 + max((node.depth for node in nodes), default=0), headline(nodes))
     traces += grid.legend(recording.request_ids())
     return picture(traces, layout, prefix_tree_facts(recording, step))
@@ -63,7 +67,9 @@ def prefix_tree_facts(recording: Recording, step: int | None = None) -> Facts:
         owners, _, _, text, *_ = grid.block_line(recording, snapshot, node.block)
         table.append(["   " * node.depth + f"block {node.block.block}", text, owners])
     more = [f"… and {len(nodes) - MAX_LINES} more"] if len(nodes) > MAX_LINES else []
-    return Facts("\n".join([f"step {snapshot.step}   {headline(nodes)}", *columns(table), *more] if table else [headline(nodes)]))
+    return Facts(
+        "\n".join([f"step {snapshot.step}   {headline(nodes)}", *columns(table), *more] if table else [headline(nodes)])
+    )
 
 
 def headline(nodes: list[Node]) -> str:

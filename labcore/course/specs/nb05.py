@@ -42,7 +42,7 @@ def blocks_found(trace: Sequence[Sequence[int]], capacity: int) -> int:
 
 
 def branch(beams: Sequence[BlockTable], parents: Sequence[int]) -> tuple[list[BlockTable], list[tuple[int, int]]]:
-    """The tables of the next round, one for each parent named, a token longer; and the copies to make before writing."""
+    """The tables of the next round, one for each parent named, a token longer; and the copies to make first."""
     for number, beam in enumerate(beams):
         if number not in parents:
             beam.free()
@@ -83,8 +83,9 @@ def check_chain(chain_keys: Any) -> None:
     deep = chain_keys(list("abcdefghijkl"), 4, nested)[2]
     expect_equal(deep, ((first, tuple("efgh")), tuple("ijkl")), "the third key of 'abcdefghijkl', block size 4", hint=3)
     here, there = (chain_keys(text, 4, hash_pair) for text in ("the sea is calm", "the cat is calm"))
-    expect_equal([a == b for a, b in zip(here, there, strict=True)], [True, False, False], "“the sea is calm” and “the cat is "
-                 "calm” in blocks of 4: which of their keys agree", hint=3)  # fmt: skip
+    agree = [a == b for a, b in zip(here, there, strict=True)]
+    said = "“the sea is calm” and “the cat is calm” in blocks of 4: which of their keys agree"
+    expect_equal(agree, [True, False, False], said, hint=3)
 
 
 def hash_pair(parent: Any, block: Any) -> bytes:
@@ -99,13 +100,17 @@ def check_match(HashedPrefixCache: Any) -> None:
     known = f"“the sea is calm” is published, its full blocks being {the}, {sea} and {is_c}"
     expect_found(library, "the sea is calm", [the, sea, is_c], known, hint=1)
     expect_found(library, "the sea is wild", [the, sea], known, hint=1)
-    expect_found(library, "the cat is calm", [the], f"{known}; block 2 of the new text holds the same letters as block {is_c}")
+    expect_found(
+        library, "the cat is calm", [the], f"{known}; block 2 of the new text holds the same letters as block {is_c}"
+    )
     expect_found(library, "sea is calm", [], known)
     expect_found(library, "the sea is c", [the, sea], f"{known}; one token has to be left to compute", hint=2)
     expect_found(library, "the sea is cx", [the, sea, is_c], f"{known}; the 13th letter is left to compute", hint=2)
     expect_found(library, "the", [], known, hint=2)
     opted_out = asked("the sea is calm", use_prefix_cache=False)
-    expect_equal(library.cache.match(opted_out), [], f"{known}; a request with use_prefix_cache=False asked for it", hint=2)
+    expect_equal(
+        library.cache.match(opted_out), [], f"{known}; a request with use_prefix_cache=False asked for it", hint=2
+    )
     check_chain_is_left(library, known, [the, sea])
     check_collisions(HashedPrefixCache)
     check_many_texts(HashedPrefixCache)
@@ -116,7 +121,9 @@ def check_chain_is_left(library: Library, known: str, blocks: list[int]) -> None
     for time in ("once", "twice, as a scheduler does while it waits for room"):
         library.cache.match(request)
         chain = [cached.block for cached in request.prefix_chain]
-        expect_equal(chain, blocks, f"{known}; “the sea is wild” was looked up {time}: the blocks in prefix_chain", hint=3)
+        expect_equal(
+            chain, blocks, f"{known}; “the sea is wild” was looked up {time}: the blocks in prefix_chain", hint=3
+        )
 
 
 def check_collisions(HashedPrefixCache: Any) -> None:
@@ -140,6 +147,7 @@ def check_collisions(HashedPrefixCache: Any) -> None:
 
 def check_many_texts(HashedPrefixCache: Any) -> None:
     """The real scheduler, a small pool, three bits of hash: whatever is found must have been computed for this text."""
+
     def three_bits(parent: bytes, content: bytes) -> bytes:
         return bytes([block_key(parent, content)[0] & 7])
 
@@ -147,7 +155,9 @@ def check_many_texts(HashedPrefixCache: Any) -> None:
     for name, text in random_log(60):
         desk.ask(name, text, output=3)
         desk.run()
-        expect(not desk.foreign, f"60 texts ran one after the other, with a hash of 3 bits; {first(desk.foreign)}", hint=3)
+        expect(
+            not desk.foreign, f"60 texts ran one after the other, with a hash of 3 bits; {first(desk.foreign)}", hint=3
+        )
 
 
 def check_eviction(blocks_found: Any) -> None:
@@ -187,7 +197,13 @@ def check_branch(branch: Any) -> None:
             ([2, 0, 0], "beam 0 goes on in two ways, after beam 2"),
         ):
             grow(branch, length, [parents], f"three beams of {length} tokens, blocks of 4; {what}")
-    grow(branch, 6, [[0, 0], [0, 1]], "two beams of 6 tokens, blocks of 4; one goes on in two ways, then each by itself", 2)
+    grow(
+        branch,
+        6,
+        [[0, 0], [0, 1]],
+        "two beams of 6 tokens, blocks of 4; one goes on in two ways, then each by itself",
+        2,
+    )
     grow(branch, 5, [[0, 0], [1, 1]], "two beams, 3 blocks in all", width=2, num_blocks=3)
     dice = random.Random(0)
     for trace in range(40):
@@ -195,7 +211,9 @@ def check_branch(branch: Any) -> None:
         grow(branch, 3, rounds, f"four beams, parents by dice (trace {trace})", width=4, num_blocks=48)
 
 
-def grow(branch: Any, length: int, rounds: Sequence[Sequence[int]], said: str, width: int = 3, num_blocks: int = 16) -> None:
+def grow(
+    branch: Any, length: int, rounds: Sequence[Sequence[int]], said: str, width: int = 3, num_blocks: int = 16
+) -> None:
     """Carry out a search over a memory of letters, and look after every round at who reads what and owns what."""
     pool = BlockPool(num_blocks, 4)
     root = BlockTable(pool)
@@ -238,7 +256,12 @@ def check_recycled(LazyPrefixCache: Any) -> None:
     said = "“the sea is calm” was asked twice, and nothing in between"
     expect_equal(again.num_cached_tokens, 12, f"{said}: letters found in the cache", hint=1)
     serve([("x", "aaaabbbb."), ("y", "ccccddddeeeeff"), ("x again", "aaaabbbb.")], LazyPrefixCache, 4, hint=2)
-    serve([("x", "aaaabbbb."), ("y", "ccccddddeeee"), ("z", "ccccddddeeee"), ("x again", "aaaabbbb.")], LazyPrefixCache, 6, hint=3)
+    serve(
+        [("x", "aaaabbbb."), ("y", "ccccddddeeee"), ("z", "ccccddddeeee"), ("x again", "aaaabbbb.")],
+        LazyPrefixCache,
+        6,
+        hint=3,
+    )
     for seed in range(8):
         serve(random_log(40, seed), LazyPrefixCache, 6 + seed, hint=3)
 
@@ -251,7 +274,9 @@ def serve(log: Sequence[tuple[str, str]], cache: Any, num_blocks: int, hint: int
             desk.ask(name, text)
             if number % at_once == 0:
                 desk.run()
-            said = f"{len(log)} texts, {at_once} at a time, in a pool of {num_blocks} blocks of 4; {first(desk.foreign)}"
+            said = (
+                f"{len(log)} texts, {at_once} at a time, in a pool of {num_blocks} blocks of 4; {first(desk.foreign)}"
+            )
             expect(not desk.foreign, said, hint=hint)
         desk.run()
         expect(not desk.foreign, f"{len(log)} texts, {at_once} at a time; {first(desk.foreign)}", hint=hint)
@@ -324,18 +349,19 @@ EXERCISES = (
         title="found, and verified",
         minutes=15,
         difficulty=2,
-        spec="`match(request)` returns the blocks that hold the request's first tokens, in order, and never so many that "
-        "no token is left to compute. A block counts if it is known under its key, holds the very tokens, and its parent is "
-        "the block found before it (None for the first). The first one that doesn't count ends the search. The "
-        "CachedBlocks found are left in `request.prefix_chain`, a new list at each call. With use_prefix_cache=False, nothing "
-        "is found.",
+        spec="`match(request)` returns the blocks that hold the request's first tokens, in order, and never so many "
+        "that no token is left to compute. A block counts if it is known under its key, holds the very tokens, "
+        "and its parent is the block found before it (None for the first). The first one that doesn't count ends "
+        "the search. The CachedBlocks found are left in `request.prefix_chain`, a new list at each call. With "
+        "use_prefix_cache=False, nothing is found.",
         check=check_match,
-        passed="finds what is there and leaves a token to compute; 60 texts under a hash of 3 bits, and none reads another's",
+        passed="finds what is there and leaves a token to compute; 60 texts under a hash of 3 bits, and none reads "
+        "another's",
         hints=(
-            "`_identities(request, n)` gives (key, content) of the first n blocks, `_by_key` knows the CachedBlock under a "
-            "key. Go along until one is missing.",
-            "Of 12 tokens in blocks of 4, only two blocks may be found: somebody has to compute the last token, or there "
-            "is nothing to draw the next one from. How many blocks for 13?",
+            "`_identities(request, n)` gives (key, content) of the first n blocks, `_by_key` knows the CachedBlock "
+            "under a key. Go along until one is missing.",
+            "Of 12 tokens in blocks of 4, only two blocks may be found: somebody has to compute the last token, or "
+            "there is nothing to draw the next one from. How many blocks for 13?",
             "The key says where to look, and no more. Hold the content against yours, and the parent against the "
             "CachedBlock that you found one step before; and begin a new prefix_chain each time.",
         ),
@@ -346,17 +372,18 @@ EXERCISES = (
         title="who has to go",
         minutes=12,
         difficulty=2,
-        spec="`blocks_found(trace, capacity)` serves the requests of a log one after the other, each a list of block ids from "
-        "head to tail, and returns how many blocks are found in all. A request finds its blocks up to the first that "
-        "is not kept; then all of its blocks are kept, as just used. While there are more than `capacity`, the least "
-        "recently used goes, and of one request the tail before the head.",
+        spec="`blocks_found(trace, capacity)` serves the requests of a log one after the other, each a list of block "
+        "ids from head to tail, and returns how many blocks are found in all. A request finds its blocks up to "
+        "the first that is not kept; then all of its blocks are kept, as just used. While there are more than "
+        "`capacity`, the least recently used goes, and of one request the tail before the head.",
         check=check_eviction,
         passed="the least recently used go first, tails before heads: 40 logs by dice, every hit counted",
         hints=(
             "Count first, then keep, then evict. Blocks are found from the head on, up to the first that is missing.",
-            "A block that is found has been used just now: it moves to the young end, as if it were new. An OrderedDict "
-            "has `move_to_end`.",
-            "Within a request the head is to outlive the tail. So which of its blocks is the last to be marked as used?",
+            "A block that is found has been used just now: it moves to the young end, as if it were new. An "
+            "OrderedDict has `move_to_end`.",
+            "Within a request the head is to outlive the tail. So which of its blocks is the last to be marked as "
+            "used?",
         ),
         reference="course.specs.nb05.blocks_found",
     ),
@@ -365,19 +392,21 @@ EXERCISES = (
         title="copy on write, for a family",
         minutes=15,
         difficulty=3,
-        spec="`branch(beams, parents)` makes the tables of the next round: table k goes on from `beams[parents[k]]` and has room "
-        "for one token more. Beams that nobody goes on from give their blocks back. It returns (tables, copies): the "
-        "copies (src, dst) that have to be made before anybody writes, as few as possible. Afterwards each block's "
-        "refcount is the number of new tables that list it.",
+        spec="`branch(beams, parents)` makes the tables of the next round: table k goes on from `beams[parents[k]]` "
+        "and has room for one token more. Beams that nobody goes on from give their blocks back. It returns "
+        "(tables, copies): the copies (src, dst) that have to be made before anybody writes, as few as possible. "
+        "Afterwards each block's refcount is the number of new tables that list it.",
         check=check_branch,
-        passed="nobody reads what a sibling wrote, each shared tail is copied once less than it has writers, no block is lost",
+        passed="nobody reads what a sibling wrote, each shared tail is copied once less than it has writers, no block "
+        "is lost",
         hints=(
-            "A beam that goes on in n ways needs n tables over its blocks, and there is one already. One that goes on in "
-            "none has one too many.",
-            "Fork first, for all of them; grow afterwards. A table that has grown already takes its new token along into "
-            "every fork.",
-            "`writable_tail()` (notebook 02) says whether there is something to copy. The last of a family finds that it owns "
-            "the tail alone by then. And those who end should give their blocks back before others take new ones.",
+            "A beam that goes on in n ways needs n tables over its blocks, and there is one already. One that goes on "
+            "in none has one too many.",
+            "Fork first, for all of them; grow afterwards. A table that has grown already takes its new token along "
+            "into every fork.",
+            "`writable_tail()` (notebook 02) says whether there is something to copy. The last of a family finds that "
+            "it owns the tail alone by then. And those who end should give their blocks back before others take new "
+            "ones.",
         ),
         reference="course.specs.nb05.branch",
     ),
@@ -386,14 +415,15 @@ EXERCISES = (
         title="bug hunt: right until somebody is slow",
         minutes=15,
         difficulty=3,
-        spec="A block is found only if it holds, at that moment, KV that was computed for the very text that asks. What was "
-        "published, and not handed out since, is found.",
+        spec="A block is found only if it holds, at that moment, KV that was computed for the very text that asks. "
+        "What was published, and not handed out since, is found.",
         check=check_recycled,
         passed="16 random logs in small pools: nothing foreign is read, and what is there is found",
         hints=(
             "Follow one block: who holds it, what `holds` says of it, what is in it. At which moments do the last two "
             "differ?",
-            "`holds` is right again as soon as the new owner publishes. What if its text ends before the block is full?",
+            "`holds` is right again as soon as the new owner publishes. What if its text ends before the block is "
+            "full?",
             "And what if the new owner's text was published from another block already? The scheduler tells the cache "
             "of every block that it hands out, at the moment when it does: listen.",
         ),

@@ -10,7 +10,7 @@ from labcore.request import Request
 
 
 class LazyPrefixCache(PrefixCache):
-    """A prefix cache that has as little to do as possible, with a defect that real engines have had. Built in notebook 05.
+    """A prefix cache with as little to do as possible, and a defect that real engines have had. Built in notebook 05.
 
     where   key → the block that was published under it
     holds   block → the key of what is in it
