@@ -23,6 +23,7 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page, also off screen
 }
+STDERR = '.jp-RenderedText[data-mime-type="application/vnd.jupyter.stderr"]'  # errors and warnings alike
 LOCAL = re.compile(r"^(https?|ws)://(127\.0\.0\.1|localhost)[:/]|^(data|blob|file|about):")
 
 
@@ -143,15 +144,17 @@ def write_notebook(path: Path, *cells: str) -> Path:
 
 
 def run_all(page, address: str, name: str, num_cells: int, seconds: float = 180) -> None:
-    """Open a notebook, run all of it, and wait until its last cell is done."""
+    """Open a notebook without outputs, run all of it, and wait until its last cell is done; fail if one has failed."""
     page.goto(f"{address}/lab/tree/{name}")
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
     page.get_by_text(re.compile(r"\| Idle")).wait_for()
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-    page.wait_for_function(
-        """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')]
-               .filter(prompt => /\\[\\d+\\]/.test(prompt.textContent)).length >= count""",
-        arg=num_cells,
-        timeout=seconds * 1000,
-    )
+    deadline = time.monotonic() + seconds
+    while len(counts := page.locator(".jp-CodeCell .jp-InputArea-prompt").all_inner_texts()) < num_cells or any(
+        re.fullmatch(r"\[( |\*)?\]:", count.strip()) for count in counts
+    ):
+        assert not (errors := page.locator(STDERR).all_inner_texts()), "\n".join(errors)
+        assert time.monotonic() < deadline, f"not done after {seconds} s: {counts}"
+        page.wait_for_timeout(250)
+    assert not (errors := page.locator(STDERR).all_inner_texts()), "\n".join(errors)
