@@ -63,7 +63,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Workbench:
-    """A kind of traffic: prompts, output tokens of each, and the range in per cent that the paper has for either kind."""
+    """A kind of traffic: prompts, output tokens of each, and the range (per cent) that the paper has for each kind."""
 
     name: str
     prompts: tuple[str, ...]
