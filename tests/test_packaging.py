@@ -254,7 +254,8 @@ def test_the_top_folder_holds_what_a_reader_expects_and_nothing_else():
 def test_the_readme_names_every_notebook_that_exists_and_no_other_as_there():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\(notebooks/(\w+)\.ipynb\)", readme))
-    assert linked == {path.stem for path in committed() if path.suffix == ".ipynb" and path.parent.name == "notebooks"}
+    there = {path.stem for path in committed() if path.suffix == ".ipynb" and path.parent.name == "notebooks"}
+    assert linked == there, "in README.md's table, link each notebook that is committed, and no other"
 
 
 def test_every_file_that_the_readme_links_to_is_there():
