@@ -110,17 +110,29 @@ def figures_of(case: Case) -> dict[str, object]:
     return {**asdict(case), **settings, **asdict(code), "programs": programs}
 
 
-def build_all(cases: Sequence[Case], workers: int = 2) -> list[dict[str, object]]:
-    """Figures of all cases, in their order, from `workers` processes that compile, whatever this one does."""
+def compiler_process(*arguments: str, request: str = "") -> str:
+    """What `python -m labcore.attention.compile` prints in a process of its own, which compiles whatever this one does.
+
+    Raises RuntimeError if it fails.
+    """
+    command = [sys.executable, "-m", "labcore.attention.compile", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "labcore.attention.compile", "--worker"]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"the compiler process failed: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def disassemble(case: Case) -> str:
+    """The machine code of a case as text, one instruction a line (SASS)."""
+    return compiler_process("--disassemble", request=json.dumps([asdict(case)]))
+
+
+def build_all(cases: Sequence[Case], workers: int = 2) -> list[dict[str, object]]:
+    """Figures of all cases, in their order, from `workers` compiler processes."""
 
     def work(share: Sequence[Case]) -> list[dict[str, object]]:
-        request = json.dumps([asdict(case) for case in share])
-        done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"the compiler process failed: {done.stderr.strip()[-2000:]}")
-        return json.loads(done.stdout)
+        return json.loads(compiler_process("--worker", request=json.dumps([asdict(case) for case in share])))
 
     with ThreadPoolExecutor(workers) as pool:
         rows = [row for share in pool.map(work, [cases[i::workers] for i in range(workers)]) for row in share]
@@ -188,15 +200,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sass", action="store_true", help="print the disassembly of the first kernel chosen")
     parser.add_argument("--workers", type=int, default=2, help="compiler processes")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--disassemble", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        json.dump([figures_of(Case(**case)) for case in json.load(sys.stdin)], sys.stdout)
+    if options.worker or options.disassemble:
+        asked = [Case(**case) for case in json.load(sys.stdin)]
+        if options.disassemble:
+            print(cuobjdump(build(launch_of(asked[0]), asked[0].architecture)[1], "-sass"))
+        else:
+            json.dump([figures_of(case) for case in asked], sys.stdout)
         return 0
     wanted = {"kernel": options.kernel, "dtype": options.dtype, "head_dim": options.head_dim}
     wanted["architecture"] = options.target
     cases = [case for case in all_cases() if all(v in (None, getattr(case, name)) for name, v in wanted.items())]
     if options.sass:
-        print(cuobjdump(build(launch_of(cases[0]), cases[0].architecture)[1], "-sass"))
+        print(disassemble(cases[0]))
         return 0
     rows = build_all(cases, options.workers)
     print(table(rows))

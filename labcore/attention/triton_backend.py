@@ -106,8 +106,7 @@ class TritonAttention(AttentionBackend):
                 self._run(copy_launch(pools, table))
 
     def _run(self, launch: Launch) -> None:
-        own = self.kernels.get(launch.kernel.__name__)
-        (launch if own is None else replace(launch, kernel=own)).run()
+        replace(launch, kernel=self.kernels.get(launch.kernel.__name__, launch.kernel)).run()
 
 
 def is_decode(meta: AttentionMetadata) -> bool:

@@ -86,11 +86,11 @@ def reduce_splits(
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
     log_total = tl.load(log_totals + (seq * tl.num_programs(1) + head) * SPLITS + splits)
-    peak = tl.max(log_total, axis=0)
-    weights = tl.exp2(log_total - tl.where(peak == float("-inf"), 0.0, peak))
     starts = seq * partial_strides[0] + head * partial_strides[1] + splits * partial_strides[2]
     where, inside = vectors(starts, log_total > float("-inf"), partial_strides[3], HEAD_DIM, DIMS)
     parts = tl.load(partial + where, mask=inside, other=0.0)
+    peak = tl.max(log_total, axis=0)
+    weights = tl.exp2(log_total - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weights, axis=0)
     result = tl.sum(weights[:, None] * parts, axis=0) / tl.where(total == 0, 1.0, total)
     where = seq * out_strides[0] + head * out_strides[1] + dims * out_strides[2]
