@@ -25,7 +25,7 @@ from labcore.viz.style import FAINT
 
 MAX_LINES = 40
 MANY_BLOCKS = 160
-"""Beyond, frames name a block's owners when hovered over, and no more; a single step always tells everything."""
+"""Beyond, frames name a block's owners when hovered over, and cached blocks go undotted; a single step shows all."""
 AXES = {"xaxis": "x", "yaxis": "y"}
 
 
@@ -106,7 +106,7 @@ def _layers(
         colours=[grid.block_colour(snapshot, block) for block in blocks],
         amounts=[grid.block_amount(block) for block in blocks],
         shared=[block.block for block in blocks if block.state == "shared"],
-        cached=[block.block for block in blocks if block.state == "cached"],
+        cached=[] if thin else [block.block for block in blocks if block.state == "cached"],
         labels=[grid.block_label(snapshot, block) for block in blocks],
         hover=hover,
         size=13 if len(blocks) <= 40 else 11 if len(blocks) <= MANY_BLOCKS else 8,

@@ -184,16 +184,16 @@ def _tables(recording: Recording, snapshot: Snapshot, shown: list[Entry], place:
         shared=[i for i, entry in enumerate(shown) if snapshot.blocks[entry.block].state == "shared"],
         cached=[],
         labels=[str(entry.block) for entry in shown],
-        hover={
-            "hovertext": [
-                f"logical block {entry.logical} of {safe(short(entry.request.request_id, 40))}<br>"
-                + grid.block_hover(recording, snapshot, snapshot.blocks[entry.block])
-                for entry in shown
-            ],
-            "hoverinfo": "text",
-        },
+        hover={"hovertext": [_entry_hover(recording, snapshot, entry) for entry in shown], "hoverinfo": "text"},
         size=11 if place.num_blocks <= MANY_BLOCKS else 8,
     )
+
+
+def _entry_hover(recording: Recording, snapshot: Snapshot, entry: Entry) -> str:
+    where = f"logical block {entry.logical} of {safe(short(entry.request.request_id, 40))}"
+    if len(snapshot.blocks) > MANY_BLOCKS:
+        return f"{where}<br>block {entry.block}"
+    return f"{where}<br>{grid.block_hover(recording, snapshot, snapshot.blocks[entry.block])}"
 
 
 def _gaps(snapshot: Snapshot, place: grid.Grid) -> dict[str, Any]:

@@ -55,10 +55,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Cells:
-    """Fixed places for cells and the four layers that show what is in them: paint, hatches, covers, letters.
+    """Fixed places for cells and the four layers that show what is in them: cells, hatches, covers, letters.
 
-    A cell is painted whole, and what is empty of it covered again: most blocks are full or free, so a frame stores a
-    cover for few of them. All lists have one entry a cell.
+    A cell is painted whole, and what is empty of it covered again; a letter under a cover is written once more on top.
+    Most blocks are full or free, so that a frame stores few covers. All lists have one entry a cell.
     """
 
     x: Sequence[float]
@@ -77,45 +77,49 @@ class Cells:
         size: int,
     ) -> list[dict[str, Any]]:
         """colours; amounts 0 … height; cells to hatch and to dot, by index; labels of `size` points; hover settings."""
-        bars = {"type": "bar", "width": 0.86, "hoverinfo": "skip", "showlegend": False} | self.axes
-        whole = bars | {"x": list(self.x), "base": list(self.base), "y": [self.height] * len(self.x)}
         covered = [i for i, amount in enumerate(amounts) if 0 < amount < self.height]
-        paint = whole | {"marker": {"color": list(colours), "line": {"width": 0}}}
-        hatches = bars | self._some([*shared, *cached])
-        hatches["marker"] = {
-            "color": CLEAR, "line": {"width": 0},
-            "pattern": hatch(CLEAR, "") | {"shape": ["/"] * len(shared) + ["."] * len(cached)},
+        silent = {"hoverinfo": "skip", "showlegend": False} | self.axes
+        bars = {"type": "bar", "width": 0.86} | silent
+        outline = {"color": FAINT, "width": 0.7}
+        font = {"color": INK, "size": size}
+        cells = bars | {
+            "x": list(self.x), "base": list(self.base), "y": [self.height] * len(self.x),
+            "text": ["" if 0 < amount < self.height else label for amount, label in zip(amounts, labels, strict=True)],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none",
+            "insidetextfont": font, "marker": {"color": list(colours), "line": outline},
         }  # fmt: skip
+        hatches = bars | {
+            "x": [self.x[i] for i in (*shared, *cached)] or [None],
+            "base": [self.base[i] for i in (*shared, *cached)] or [None],
+            "y": [self.height] * (len(shared) + len(cached)) or [None],
+        }
+        pattern = hatch(CLEAR, "") | {"shape": ["/"] * len(shared) + ["."] * len(cached)}
+        hatches["marker"] = {"color": CLEAR, "line": {"width": 0}, "pattern": pattern}
         covers = bars | {
             "x": [self.x[i] for i in covered] or [None],
             "base": [self.base[i] + amounts[i] for i in covered] or [None],
             "y": [self.height - amounts[i] for i in covered] or [None],
-            "marker": {"color": EMPTY, "line": {"width": 0}},
+            "marker": {"color": EMPTY, "line": outline},
         }
-        letters = whole | {
-            "text": list(labels), "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
-            "constraintext": "none", "insidetextfont": {"color": INK, "size": size},
-            "marker": {"color": CLEAR, "line": {"color": FAINT, "width": 0.7}},
+        letters = silent | {
+            "type": "scatter", "mode": "text", "textfont": font,
+            "x": [self.x[i] for i in covered] or [None],
+            "y": [self.base[i] + self.height / 2 for i in covered] or [None],
+            "text": [labels[i] for i in covered] or [""],
         }  # fmt: skip
-        return [paint, hatches, covers, letters | hover]
-
-    def _some(self, which: Sequence[int]) -> dict[str, Any]:
-        return {
-            "x": [self.x[i] for i in which] or [None],
-            "base": [self.base[i] for i in which] or [None],
-            "y": [self.height] * len(which) or [None],
-        }
+        return [cells | hover, hatches, covers, letters]
 
 
 def changes(layers: Sequence[dict[str, Any]], moving: bool = False) -> list[dict[str, Any]]:
     """What a frame has to store of the layers: the rest is in the figure once. moving: the cells' places change too."""
-    paint, hatches, covers, letters = layers
-    letters_only = {key: letters[key] for key in ("text", "hovertext") if key in letters}
+    cells, hatches, covers, letters = layers
+    painted = {key: cells[key] for key in ("text", "hovertext") if key in cells}
+    painted |= _places(cells) if moving else {}
     return [
-        {"type": "bar", "marker": {"color": paint["marker"]["color"]}} | (_places(paint) if moving else {}),
+        {"type": "bar", "marker": {"color": cells["marker"]["color"]}} | painted,
         {"type": "bar", "marker": {"pattern": {"shape": hatches["marker"]["pattern"]["shape"]}}} | _places(hatches),
         {"type": "bar"} | _places(covers),
-        {"type": "bar"} | letters_only | (_places(letters) if moving else {}),
+        {"type": "scatter"} | {key: letters[key] for key in ("x", "y", "text")},
     ]
 
 
