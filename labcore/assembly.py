@@ -14,7 +14,7 @@ from labcore.blocks import BlockPool
 from labcore.chunking import ChunkedPrefill, ChunkPolicy, WholePrompts
 from labcore.config import EngineConfig
 from labcore.engine import Engine
-from labcore.memory import memory_budget, pool_size
+from labcore.memory import available_memory, bytes_per_block, check_memory, memory_budget, pool_size
 from labcore.models import LoadedModel
 from labcore.prefix import HashedPrefixCache, NoPrefixCache, PrefixCache
 from labcore.recorder import Recorder
@@ -41,6 +41,14 @@ def make_engine(
     the pool and the keywords of labcore's, the others with nothing.
     """
     refuse_unbuilt(config)
+    for name, part, base in (
+        ("block_pool", block_pool, BlockPool),
+        ("scheduler", scheduler, Scheduler),
+        ("prefix_cache", prefix_cache, PrefixCache),
+        ("preemption", preemption, Preemption),
+        ("chunking", chunking, ChunkPolicy),
+    ):
+        check_part(name, part, base)
     config, pool = resolve_pool(config, loaded, block_pool)
     cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
     prefixes = built(chosen(prefix_cache, default_prefix_cache(config)), pool.block_size)
@@ -79,10 +87,23 @@ def resolve_pool(
     else:
         budget, element_size = memory_budget(config, loaded.model), loaded.model.dtype.itemsize
         num_blocks = config.num_blocks or pool_size(config, loaded.layers, element_size, budget, longest)
+        per_block = bytes_per_block(loaded.layers, config.block_size, element_size)
+        check_memory(num_blocks, per_block, available_memory(loaded.model.device))
         pool = chosen(block_pool, BlockPool)(num_blocks, config.block_size)
     if config.max_model_len is None:
         longest = min(longest, pool.num_blocks * pool.block_size + 1)  # the last token needs no KV
     return replace(config, num_blocks=pool.num_blocks, block_size=pool.block_size, max_model_len=longest), pool
+
+
+def check_part(name: str, part: object, base: type) -> None:
+    """Raises ValueError for a part that lacks a public method of labcore's own. It need not be derived from it."""
+    missing = [
+        method
+        for method, value in vars(base).items()
+        if part is not None and not method.startswith("_") and callable(value) and not callable(getattr(part, method, None))
+    ]
+    if missing:
+        raise ValueError(f"{name} is {part!r}; it must be a {base.__name__}, or have its methods: {', '.join(missing)} missing.")
 
 
 def refuse_unbuilt(config: EngineConfig) -> None:

@@ -22,6 +22,7 @@ from labcore.detokenize import Detokenizer
 from labcore.gate import Gate
 from labcore.group import Change, Group
 from labcore.integrity import check_integrity
+from labcore.interrupt import uninterrupted
 from labcore.models import LoadedModel
 from labcore.outputs import RequestOutput
 from labcore.recorder import Recorder
@@ -97,6 +98,8 @@ class Engine:
         vocabulary, and a request that the pool could never hold.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt is {cache_salt!r}; it must be a string, empty for none.")
         prompt = self.check_request(request_id, prompt_token_ids, params, priority, arrival_time)
         new_request = partial(
             Request,
@@ -109,11 +112,12 @@ class Engine:
             use_prefix_cache=use_prefix_cache,
         )
         new_group = self._new_beams if isinstance(params, BeamSearchParams) else self._new_completions
-        group = self._groups[request_id] = new_group(request_id, params, new_request)
-        for request in group.requests:
-            self._register(request, group)
-        leader, *followers = group.requests
-        self.scheduler.add(leader, followers)
+        with uninterrupted():
+            group = self._groups[request_id] = new_group(request_id, params, new_request)
+            for request in group.requests:
+                self._register(request, group)
+            leader, *followers = group.requests
+            self.scheduler.add(leader, followers)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return an output for each request that gained a token in it.
@@ -123,19 +127,18 @@ class Engine:
         """
         if not self.has_unfinished_requests():
             return []
-        if self.recorder is not None:
-            self.recorder.begin_step()
-        plan = self.scheduler.schedule()
-        self._note_scheduled(plan)
+        plan = None
         try:
+            with uninterrupted():
+                plan = self._plan()
             requests, logits = self._with_followers(*self.runner.run(plan, self._requests))
             drawn = self._draw(requests, logits)
+            with uninterrupted():
+                return self._update(plan, requests, drawn)
         except BaseException:
-            self.scheduler.roll_back([self._requests[i] for i in plan.num_scheduled_tokens])
-            if self.recorder is not None:
-                self.recorder.end_step(self.pool)
+            with uninterrupted():
+                self._roll_back(plan)
             raise
-        return self._update(plan, requests, drawn)
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that are being served, in order of arrival."""
@@ -149,13 +152,14 @@ class Engine:
 
         Raises ValueError for an id that is not (or no longer) being served.
         """
-        group = self._groups.get(request_id)
+        group = self._groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
             raise ValueError(f"request_id {request_id!r} is not being served; {len(self._groups)} requests are.")
-        for request in group.abort():
-            request.metrics.finished_time = self._clock()
-            self._retire(request)
-        del self._groups[request_id]
+        with uninterrupted():
+            for request in group.abort():
+                request.metrics.finished_time = self._clock()
+                self._retire(request)
+            del self._groups[request_id]
         return group.output()
 
     def stats(self) -> dict[str, int | float]:
@@ -170,7 +174,7 @@ class Engine:
             "num_free_blocks": pool.num_free,
             "num_total_blocks": pool.num_blocks,
             "num_preemptions": scheduler.num_preemptions,
-            "prefix_cache_queries": scheduler.prefix_cache_queries,
+            "prefix_cache_queries": scheduler.prefix_cache_queries if self.config.enable_prefix_caching else 0,
             "prefix_cache_hits": scheduler.prefix_cache_hits,
             "kv_cache_usage": 1 - pool.num_free / pool.num_blocks,
         }
@@ -231,7 +235,10 @@ class Engine:
         if self.recorder is not None:
             self.recorder.added(request)
 
-    def _note_scheduled(self, plan: SchedulerOutput) -> None:
+    def _plan(self) -> SchedulerOutput:
+        if self.recorder is not None:
+            self.recorder.begin_step()
+        plan = self.scheduler.schedule()
         now = self._clock()
         scheduled = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
         for request in scheduled:
@@ -239,6 +246,14 @@ class Engine:
                 request.metrics.first_scheduled_time = now
         if self.recorder is not None:
             self.recorder.scheduled(plan, scheduled)
+        return plan
+
+    def _roll_back(self, plan: SchedulerOutput | None) -> None:
+        """The step broke off: who was in it and still runs loses the KV that may be half written, and waits again."""
+        planned = [self._requests.get(request_id) for request_id in (plan.num_scheduled_tokens if plan else ())]
+        self.scheduler.roll_back([r for r in planned if r is not None and r.status is RequestStatus.RUNNING])
+        if self.recorder is not None:
+            self.recorder.end_step(self.pool)
 
     def _with_followers(self, requests: list[Request], logits: Tensor) -> tuple[list[Request], Tensor]:
         """A follower draws its first token from the very logits of its leader: [S, V] → [S + followers, V]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ class LLM:
 
         Raises ValueError for an empty conversation, a message without role or content, and a model without a template.
         """
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages is {messages!r}; it must be a list of messages, each with a role and a content.")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if not conversations:
             raise ValueError("messages is empty; it must have at least 1 message with a role and a content.")
@@ -133,7 +135,10 @@ class LLM:
             raise ValueError(f"prompt {index} is a text, but this model has no tokenizer; pass token ids.")
         if not prompt:
             raise ValueError(f"prompt {index} is empty; it must have at least 1 character.")
-        return self.tokenizer.encode(prompt)
+        try:
+            return self.tokenizer.encode(prompt)
+        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: Python holds it, UTF-8 has no place for it
+            raise ValueError(f"prompt {index} is {prompt!r}; it must be text that can be written as UTF-8.") from None
 
     def _serve(
         self, prompts: list[list[int]], params: list[Params], priorities: list[int], use_tqdm: bool
@@ -166,6 +171,8 @@ def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:
     """One text or one list of token ids becomes a list of one. Raises ValueError if there is none."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r}; it must be a text, token ids, or a list of either.")
     prompts = list(prompts)
     if not prompts:
         raise ValueError("prompts is empty; it must be a text, token ids, or a list of either with at least 1 entry.")
@@ -174,7 +181,7 @@ def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:
     if not any(isinstance(prompt, (str, Sequence)) for prompt in prompts):
         return [prompts]
     for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, (str, Sequence)):
+        if isinstance(prompt, bytes) or not isinstance(prompt, (str, Sequence)):
             raise ValueError(f"prompts[{i}] is {prompt!r}; each prompt must be a text or a list of token ids.")
     return prompts
 

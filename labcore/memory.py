@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -32,6 +33,21 @@ def pool_size(config: EngineConfig, layers: Sequence[LayerShape], element_size: 
         )
     fillable = config.max_num_seqs * -(-max_len // config.block_size)
     return min(affordable, fillable)
+
+
+def check_memory(num_blocks: int, per_block: int, available: int) -> None:
+    """Raises ValueError if the pool would not fit into the memory that is free now: better than to be killed for it."""
+    wanted = num_blocks * per_block
+    if wanted > available:
+        raise ValueError(
+            f"a pool of {num_blocks:,} blocks takes {wanted / GIB:,.1f} GiB, {available / GIB:,.1f} are free: lower num_blocks, "
+            "kv_cache_memory_gb, max_model_len or max_num_seqs."
+        )
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that are free now on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def memory_budget(config: EngineConfig, model: PreTrainedModel) -> int:

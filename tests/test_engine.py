@@ -201,6 +201,7 @@ def test_an_unknown_id_can_not_be_aborted(loaded):
     ({"priority": 0.5}, "priority"),
     ({"arrival_time": float("nan")}, "arrival_time"),
     ({"arrival_time": "now"}, "arrival_time"),
+    ({"cache_salt": None}, "cache_salt is None"),
 ])
 def test_a_bad_request_is_refused_by_name_and_the_others_go_on(model, loaded, change, message):
     engine = poisoned_llm(loaded, num_blocks=8, block_size=4, max_model_len=40).engine
@@ -256,6 +257,11 @@ def test_generate_takes_every_form_of_prompt_and_keeps_the_order(model, loaded):
     ([[1], []], {}, "prompt is empty"),
     (["text"], {}, "no tokenizer"),
     ([[1], 2], {}, r"prompts\[1\] is 2"),
+    (None, {}, "prompts is None"),
+    (5, {}, "prompts is 5"),
+    (b"abc", {}, "prompts is b'abc'"),
+    ([b"abc", "d"], {}, r"prompts\[0\] is b'abc'"),
+    ({"a": 1}, {}, "prompts is {'a': 1}"),
     ([[1], [2]], {"params": [SamplingParams()]}, "params has 1 entries for 2 prompts"),
     ([[1], [2]], {"priority": [1, 2, 3]}, "priority has 3 entries for 2 prompts"),
 ])
@@ -264,6 +270,46 @@ def test_generate_refuses_a_bad_call_before_anything_is_queued(loaded, asked, op
     with pytest.raises(ValueError, match=message):
         llm.generate(asked, **options)
     assert llm.engine.request_ids() == []
+
+
+@pytest.mark.parametrize("part", [
+    {"block_pool": int}, {"block_pool": object()}, {"scheduler": "x"}, {"prefix_cache": dict}, {"preemption": 3},
+])
+def test_a_part_that_is_none_is_refused_by_what_it_lacks(loaded, part):
+    with pytest.raises(ValueError, match=f"{next(iter(part))} is .*it must be a .*missing"):
+        LLM(loaded, num_blocks=8, **part)
+
+
+def test_a_pool_larger_than_the_memory_is_refused(loaded):
+    with pytest.raises(ValueError, match="GiB, .* are free: lower num_blocks"):
+        LLM(loaded, num_blocks=10**10)
+
+
+@pytest.mark.parametrize("moment", ["while the plan is made", "while tokens are taken", "while a request is added"])
+def test_an_interrupt_waits_until_the_books_are_in_order(loaded, monkeypatch, moment):
+    """A real SIGINT, sent in the middle of the bookkeeping: it arrives, and nothing is half done."""
+    import os
+    import signal
+
+    llm = poisoned_llm(loaded, num_blocks=32, block_size=4)
+    owner, name = {
+        "while the plan is made": (llm.engine.scheduler, "_reserve"),
+        "while tokens are taken": (llm.engine.scheduler, "computed"),
+        "while a request is added": (llm.engine.scheduler, "add"),
+    }[moment]
+    original = getattr(owner, name)
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts(4, 9), flat_out(8))
+    assert llm.engine.request_ids() == [] and llm.engine.stats()["num_free_blocks"] == 32
+    llm.engine.check_integrity()
+    assert len(llm.generate(prompts(4), flat_out(3))[0].outputs[0].token_ids) == 3
 
 
 def test_generate_refuses_to_run_off_with_requests_that_were_added_by_hand(loaded):
