@@ -216,7 +216,9 @@ def spoken(kind: str, backend: str) -> dict[str, list[int]]:
     return {request_id: list(output.outputs[0].token_ids) for request_id, output in run(engine).items()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "gpt_oss"))]
+)
 def test_an_engine_on_the_kernels_says_what_an_engine_on_torch_says(kind):
     """Gemma 2 has windows and softcaps, gpt-oss has sinks; the pool is NaN wherever nobody owns a block."""
     assert spoken(kind, "triton") == spoken(kind, "torch")

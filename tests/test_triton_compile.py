@@ -94,6 +94,7 @@ def test_a_failing_compiler_process_is_reported(monkeypatch):
         build_all(all_cases()[:2])
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_of_what_was_asked_for(tmp_path, capsys):
     out = tmp_path / "gate.json"
     assert main(["--kernel", "store_kv", "--dtype", "float16", "--head-dim", "64", "--json", str(out)]) == 0

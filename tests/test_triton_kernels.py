@@ -125,27 +125,27 @@ def check_prefill(drawn: tuple[PagedBatch, dict], tile: Tile) -> None:
     assert_right(attend(batch, PrefillOnly(tile), **options), batch, **options)
 
 
-@shapes(120)
+@shapes(20)
 @given(drawn=one_query, tile=decode_tiles, num_splits=splits)
 def test_decode_equals_float64_attention_on_any_shape(drawn, tile, num_splits):
     check_decode(drawn, tile, num_splits)
 
 
-@shapes(120)
+@shapes(20)
 @given(drawn=any_queries, tile=prefill_tiles)
 def test_any_mix_of_prefill_and_decode_equals_float64_attention_on_any_shape(drawn, tile):
     check_prefill(drawn, tile)
 
 
 @pytest.mark.slow
-@shapes(1000)
+@shapes(200)
 @given(drawn=one_query, tile=decode_tiles, num_splits=splits)
 def test_decode_equals_float64_attention_on_many_more_shapes(drawn, tile, num_splits):
     check_decode(drawn, tile, num_splits)
 
 
 @pytest.mark.slow
-@shapes(1000)
+@shapes(200)
 @given(drawn=any_queries, tile=prefill_tiles)
 def test_any_mix_equals_float64_attention_on_many_more_shapes(drawn, tile):
     check_prefill(drawn, tile)
