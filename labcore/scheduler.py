@@ -270,7 +270,8 @@ class Scheduler:
         cached = self.prefix_cache.match(urgent)
         victims = self._victims(urgent, self._blocks_missing(urgent, cached) - self.pool.num_free)
         if victims is not None:
-            self._join(self.waiting.pop(), cached)
+            self.waiting.pop()
+            self._join(urgent, cached)
             for victim in victims:
                 self._preempt(victim, plan)
 
@@ -329,15 +330,15 @@ class Scheduler:
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int, careful: bool = True) -> None:
         """Let requests in, in order, until one finds no room. careful leaves room for those who run to grow."""
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
-            request = self.waiting.peek()
-            cached = self.prefix_cache.match(request)
-            if not self._finds_room(request, cached, careful):
+            newcomer = self.waiting.peek()
+            cached = self.prefix_cache.match(newcomer)
+            if not self._finds_room(newcomer, cached, careful):
                 return
-            n = self._first_tokens(request, cached, budget)
+            n = self._first_tokens(newcomer, cached, budget)
             if n == 0:
                 return
             self._join(self.waiting.pop(), cached)
-            self._reserve(request, n, plan)
+            self._reserve(newcomer, n, plan)
             budget -= n
 
     def _finds_room(self, request: Request, cached: list[int], careful: bool = True) -> bool:

@@ -23,16 +23,16 @@ class MendedScheduler(CopyingScheduler):
     """`CopyingScheduler` as notebook 04 mends it: whoever has been pushed out is passed over."""
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
-        for request in list(self.running):
-            if request.status is not RequestStatus.RUNNING:
-                break
-            n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
-            while request.table.blocks_needed(n) > self.pool.num_free:
-                self._preempt(self.running[-1], plan)
-                if request.status is not RequestStatus.RUNNING:
-                    return budget
-            if n > 0:
-                self._reserve(request, n, plan)
+        def is_running(request: Request) -> bool:
+            return request.status is RequestStatus.RUNNING
+
+        for asking in list(self.running):
+            n = self.chunking.num_tokens(asking, budget, self.max_num_batched_tokens)
+            while is_running(asking) and asking.table.blocks_needed(n) > self.pool.num_free:
+                least_entitled = self.running[-1]
+                self._preempt(least_entitled, plan)
+            if is_running(asking) and n > 0:  # a victim computes nothing in this step
+                self._reserve(asking, n, plan)
                 budget -= n
         return budget
 
