@@ -54,14 +54,10 @@ class Session:
         """One step of the engine; False if there was nothing to do."""
         if not self.is_busy:
             return False
-        for output in self.engine.step():
+        for output in self._outputs():
             for answer in output.outputs:
                 name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}/{answer.index}"
                 self.texts[name] = answer.text
-        if not self.recorder.at().scheduled:
-            raise ValueError(
-                "nobody could move: the pool is too small for the request whose turn it is — give blocks back or abort."
-            )
         return True
 
     def fork(self, request_id: str) -> str:
@@ -92,6 +88,15 @@ class Session:
         taken = self.engine.pool.allocate(num_blocks)
         self.engine.scheduler.prefix_cache.forget(taken)
         self._taken += taken
+
+    def _outputs(self) -> list[Any]:
+        """The engine counts on its whole pool; with blocks taken away it may find nobody to serve, and break off."""
+        try:
+            return self.engine.step()
+        except Exception:
+            if self._taken and not self.recorder.at().scheduled:
+                raise ValueError("nobody fits into what is left of the pool — give blocks back, or abort.") from None
+            raise
 
     def _add(self, request_id: str, tokens: list[int], params: SamplingParams, priority: int) -> str:
         self.engine.add_request(request_id, tokens, params, priority=priority)
