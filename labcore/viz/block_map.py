@@ -61,13 +61,14 @@ def block_map(
             "layout": {"title": {"text": headline(snapshot)}},
         }  # fmt: skip
 
+    entries = grid.legend(recording.request_ids())
     snapshot = recording.at(step)
     traces = [
         *_layers(recording, snapshot, cells, thin),
         *([_block_ids(place)] if capacity <= MANY_BLOCKS else []),
-        *grid.legend(recording.request_ids()),
+        *entries,
     ]
-    layout = _layout(place, headline(snapshot))
+    layout = _layout(place, headline(snapshot), len(entries))
     return picture(traces, layout, block_map_facts(recording, step), fit(frame, steps, step, budget), step)
 
 
@@ -128,11 +129,13 @@ def _block_ids(place: grid.Grid) -> dict[str, Any]:
     }
 
 
-def _layout(place: grid.Grid, title: str) -> dict[str, Any]:
+def _layout(place: grid.Grid, title: str, num_entries: int) -> dict[str, Any]:
+    """High enough for the rows of blocks, and for the legend beside them."""
     step = -(-place.rows // 20)
     rows = range(0, place.rows, step)
+    rows_height = place.rows * (66 if place.rows <= 5 else 48 if place.rows <= 10 else 30)
     return {
-        "height": 118 + max(100, min(620, place.rows * (58 if place.rows <= 5 else 46 if place.rows <= 10 else 30))),
+        "height": 96 + max(min(620, rows_height), 20 * num_entries),
         "barmode": "overlay",
         "title": heading(title),
         "legend": {"itemclick": False, "itemdoubleclick": False, "font": {"size": 11}, "traceorder": "normal"},
