@@ -183,7 +183,7 @@ class Explorer(widgets.VBox):
         return self.target.value or ""
 
     def _say(self, text: str, wrong: bool = False) -> None:
-        style = "color:#a00;font-weight:600" if wrong else "color:inherit"
+        style = "display:inline-block;padding:1px 8px;background:#a00;color:#fff" if wrong else "color:inherit"
         self.message.value = f"<div role='status' style='{style}'>{escape(text)}</div>" if text else ""
 
     def _texts(self) -> str:
