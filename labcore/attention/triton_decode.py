@@ -28,14 +28,15 @@ def group_rows(kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def split_range(first, last, split, num_splits, TILE: tl.constexpr):
-    """The keys of one split, [begin, end): an equal share of [first, last), in whole tiles.
+def split_range(seq_len, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The keys of one split, [begin, end): an equal share, in whole tiles, of those that the window lets a query see.
 
     Worked out on the device from the sequence's own length, so that a captured CUDA graph stays right while sequences
     grow. In a sequence of few tiles some splits get nothing: begin >= end. Built in notebook 03.
     """
-    share = tl.cdiv(tl.cdiv(last - first, TILE), num_splits) * TILE
-    return first + split * share, tl.minimum(first + (split + 1) * share, last)
+    first = 0 if WINDOW is None else tl.maximum(seq_len - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(seq_len - first, TILE), num_splits) * TILE
+    return first + split * share, tl.minimum(first + (split + 1) * share, seq_len)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -53,9 +54,7 @@ def paged_decode(
     heads, valid = group_rows(kv_head, GROUP, ROWS)
     where, inside = vectors(seq * q_strides[0] + heads * q_strides[1], valid, q_strides[2], HEAD_DIM, DIMS)
     q_tile = tl.load(q + where, mask=inside, other=0.0)
-    seq_len = tl.load(seq_lens + seq)
-    first = 0 if WINDOW is None else tl.maximum(seq_len - WINDOW, 0)
-    begin, end = split_range(first, seq_len, split, tl.num_programs(2), TILE)
+    begin, end = split_range(tl.load(seq_lens + seq), split, tl.num_programs(2), WINDOW, TILE)
     acc, peak, total = first_state(sinks, heads, valid & (split == 0), ROWS, DIMS)
     for key in range(begin, end, TILE):
         keys = key + tl.arange(0, TILE)

@@ -42,7 +42,7 @@ def scaled_scores(scores, scale, SOFTCAP: tl.constexpr):
     """
     if SOFTCAP is not None:
         doubled = scores * (scale * (2 * LOG2E / SOFTCAP))
-        return (SOFTCAP * LOG2E) * (1 - 2 / (tl.exp2(doubled) + 1))  # tanh, right at both ends
+        return (1 - 2 / (tl.exp2(doubled) + 1)) * (SOFTCAP * LOG2E)  # tanh, right at both ends
     return scores * (scale * LOG2E)
 
 

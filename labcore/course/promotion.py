@@ -23,7 +23,21 @@ MARKER = re.compile(r"#\s*labcore:\s*(\S.*)")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 # Public symbols of the parts that no notebook builds, each with the reason; a whole module goes by its name.
-KEPT_OUT: dict[str, str] = {}
+KEPT_OUT: dict[str, str] = {
+    "attention.base": "the seam that kernels plug into; notebook 03 uses it as it is",
+    "attention.compile": "a tool: the compile gate",
+    "attention.interface": "the plug into transformers",
+    "attention.kv_cache": "two tensors a layer, which notebook 03 reads and writes",
+    "attention.machine_code": "a tool: builds a launch and reads its machine code",
+    "attention.metadata": "plain data: the geometry of a step",
+    "attention.select": "a table of names",
+    "attention.targets": "figures of NVIDIA's programming guide; notebook 03 builds programs_per_processor",
+    "attention.tiles": "a table with reasons, to be read",
+    "attention.torch_backend": "the oracle that the kernels are held to",
+    "attention.triton_backend": "picks kernel, tile and splits; notebook 03 builds choose_splits",
+    "attention.triton_launch": "arguments by name, long and plain",
+    "attention.triton_switch": "interpreter or compiler: decided before the first kernel exists",
+}
 
 
 @dataclass

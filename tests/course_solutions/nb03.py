@@ -116,7 +116,7 @@ def masked_decode(
     where, inside = vectors(seq * q_strides[0] + heads * q_strides[1], valid, q_strides[2], HEAD_DIM, DIMS)
     q_tile = tl.load(q + where, mask=inside, other=0.0)
     seq_len = tl.load(seq_lens + seq)
-    begin, end = split_range(0, seq_len, split, tl.num_programs(2), TILE)
+    begin, end = split_range(seq_len, split, tl.num_programs(2), WINDOW, TILE)
     acc, peak, total = first_state(sinks, heads, valid & (split == 0), ROWS, DIMS)
     for key in range(begin, end, TILE):
         keys = key + tl.arange(0, TILE)
