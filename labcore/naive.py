@@ -439,8 +439,8 @@ class NaiveRequest:
 class NaiveScheduler:
     """In and out at every step, as tutorials have it; its faults are kept, to be beaten. Built in notebook 04.
 
-    It lets a request in while there are blocks for its prompt, and looks no further. When the pool is empty it warns, and
-    counts the token all the same; a request larger than the pool blocks the queue for ever; blocks come out of a `set`,
+    It lets a request in while there are blocks for its prompt, and looks no further. When the pool is empty it warns,
+    and counts the token all the same; a request larger than the pool blocks the queue for ever; blocks come out of a `set`,
     so that no two processes give the same ones; nobody is preempted, and nobody is more urgent than another.
     """
 

@@ -154,8 +154,8 @@ class Scheduler:
     pool             block pool that the tables of running requests draw from
     max_num_seqs     most requests running at once
     max_num_batched_tokens   token budget of a step
-    watermark        free blocks that an admission leaves for each request that runs then. With 1 there are enough for all
-                     of them for the next block_size steps: nobody is let in only to be pushed out again
+    watermark        free blocks that an admission leaves for each request that runs then. With 1 there are enough for
+                     all of them for the next block_size steps: nobody is let in only to be pushed out again
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class Scheduler:
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give everybody who runs their tokens, and return what is left of the budget.
 
-        Blocks go by entitlement, but a token is kept back for each who decodes: no prompt, however entitled, stalls them.
+        Blocks go by entitlement, but a token is kept back for each who decodes: no prompt stalls them.
         """
         decoding = sum(request.num_uncomputed_tokens == 1 for request in self.running)
         i = 0
@@ -315,8 +315,8 @@ class Scheduler:
     def _end_a_standstill(self, plan: SchedulerOutput) -> None:
         """Nobody who runs has anything to compute: they are beams, and each waits for a sibling that found no room.
 
-        Who stands behind the first of the waiting makes room for it. Of the most entitled family nobody has to, and that
-        one fits by itself (`Gate`); so a step always moves somebody.
+        Who stands behind the first of the waiting makes room for it. Of the most entitled family nobody has to, and
+        that one fits by itself (`Gate`); so a step always moves somebody.
         """
         entitlement = self.policy.entitlement
         while self.waiting and not plan.num_scheduled_tokens:

@@ -17,8 +17,9 @@ NUM_REQUESTS, SHORTEST, LONGEST = 64, 8, 20
 TEXTS = [
     "Once upon a time", "The capital of France is", "def fibonacci(n):\n", "In 1969, humans first", "Water boils at",
     "To make a good cup of tea, first", "Dear Sir or Madam,", "The quick brown fox", "1, 1, 2, 3, 5, 8,",
-    "A queue is a data structure in which", "Q: How many legs does a spider have?\nA:", "It was the best of times, it was",
-    "The three laws of robotics are", "My favourite thing about the sea is the", "Paging was invented in", "She opened the door",
+    "A queue is a structure in which", "Q: How many legs does a spider have?\nA:", "The three laws of robotics are",
+    "It was the best of times, it was", "My favourite thing about the sea is the", "Paging was invented in",
+    "She opened the door",
 ]  # fmt: skip
 
 
@@ -48,7 +49,11 @@ def alone(loaded, crowd):
         key = solo_key(prompt, params)
         if key not in said:
             longest = SamplingParams(
-                max_tokens=LONGEST, ignore_eos=True, temperature=params.temperature, top_p=params.top_p, seed=params.seed
+                max_tokens=LONGEST,
+                ignore_eos=True,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                seed=params.seed,
             )
             said[key] = llm.generate(prompt, longest)[0].outputs[0].token_ids
     return said
@@ -61,8 +66,8 @@ def solo_key(prompt, params):
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_64_requests_that_come_and_go_under_preemption_say_what_each_says_alone(loaded, crowd, alone, policy):
     llm = poisoned_llm(
-        loaded, num_blocks=64, block_size=1, seed=3, enable_prefix_caching=policy == "priority", scheduling_policy=policy,
-        max_num_seqs=16, max_num_batched_tokens=64,
+        loaded, num_blocks=64, block_size=1, seed=3, enable_prefix_caching=policy == "priority",
+        scheduling_policy=policy, max_num_seqs=16, max_num_batched_tokens=64,
     )  # fmt: skip
     engine, dice = llm.engine, random.Random(7)
     arriving, done, aborted = list(crowd), {}, {}

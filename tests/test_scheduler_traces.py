@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 
 def seconds_of_a_step(num_tokens: int, kv_tokens: int) -> float:
-    """An 8B model in bfloat16 on an A100: read the weights, compute the tokens, read the KV. Rough, and always the same."""
+    """An 8B model in bfloat16 on an A100: read the weights, compute the tokens, read the KV. Rough, never random."""
     return 16e9 / 1.5e12 + num_tokens * 16e9 / 150e12 + kv_tokens * 131_072 / 1.5e12
 
 

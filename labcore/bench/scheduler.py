@@ -1,7 +1,7 @@
 """What scheduling costs: time of planning one step, with a thousand requests running and up to 100,000 waiting.
 
-All slots are taken and everybody decodes, as in a server under full load: a step hands a token to each of the running, and
-takes them in when it is done (`schedule` and `computed`). Whoever waits must cost nothing, however many they are.
+All slots are taken and everybody decodes, as in a server under full load: a step hands a token to each of the running,
+and takes them in when it is done (`schedule` and `computed`). Whoever waits must cost nothing, however many they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Cost:
 def measure(
     waiting: Sequence[int] = WAITING, rounds: int = 5, steps: int = 20, num_running: int = NUM_RUNNING
 ) -> list[Cost]:
-    """Time `steps` steps a round, and keep the quickest. Sizes take turns, so that a machine that grows slower does so for all of them."""
+    """Time `steps` steps a round, and keep the quickest.
+
+    Sizes take turns, so that a machine that grows slower does so for all of them.
+    """
     room = rounds * steps + 1
     loaded = {(name, n): full_house(POLICIES[name], num_running, n, room) for name in POLICIES for n in waiting}
     best = dict.fromkeys(loaded, float("inf"))

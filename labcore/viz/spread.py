@@ -10,7 +10,9 @@ from labcore.viz.picture import Facts, Picture, axis, picture
 from labcore.viz.style import INK, PALETTE, safe, short
 
 # One a line: colour, dash, marker. Told apart without colour, too.
-LOOKS = tuple(zip(PALETTE[:4], ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "cross"), strict=True))
+LOOKS = tuple(
+    zip(PALETTE[:4], ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "cross"), strict=True)
+)
 QUANTILES = (0.5, 0.9, 0.99)
 
 

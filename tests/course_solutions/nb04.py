@@ -362,7 +362,10 @@ WRONG = {
     "04.victims": [
         (TakesTheMostEntitled, "those who have to go. expected ['d'], got ['a']"),
         (TakesEverybody, "expected ['d'], got ['d', 'c', 'b', 'a']"),
-        (LooksAtSeatsOnly, "urgent (0) needs a seat and 3 blocks: those who have to go. expected ['d', 'c'], got ['d']"),
+        (
+            LooksAtSeatsOnly,
+            "urgent (0) needs a seat and 3 blocks: those who have to go. expected ['d', 'c'], got ['d']",
+        ),
         (AlwaysOne, "urgent (0) needs a seat and 3 blocks"),
         (SacrificesInVain, "they have 8 in all: those who have to go. expected None"),
         (CountsSharedBlocks, "d shares both its blocks"),

@@ -121,7 +121,9 @@ def check_admission(Scheduler: Any) -> None:
 
 def check_watermark(Scheduler: Any) -> None:
     two = {"ana": 6, "bo": 6}
-    asked = "Ana and Bo wait with 6 tokens each; of 5 blocks Ana takes 2, and one block for each of the two is to be left"
+    asked = (
+        "Ana and Bo wait with 6 tokens each; of 5 blocks Ana takes 2, and one block for each of the two is to be left"
+    )
     expect_admitted(Scheduler, two, ["ana"], asked, num_blocks=5, hint=2)
     asked = "Ana and Bo wait with 6 tokens each; of 6 blocks they take 4, and one block for each of the two is left"
     expect_admitted(Scheduler, two, ["ana", "bo"], asked, num_blocks=6)
@@ -165,13 +167,17 @@ def check_aging(Policy: Any) -> None:
 
     def ahead(first: Request, second: Request, said: str, hint: int = 1) -> None:
         keys = policy.entitlement(first), policy.entitlement(second)
-        expect(keys[0] < keys[1], f"{said}; their keys are {show(keys[0])} and {show(keys[1])}", "the first smaller", hint)
+        expect(
+            keys[0] < keys[1], f"{said}; their keys are {show(keys[0])} and {show(keys[1])}", "the first smaller", hint
+        )
 
     ahead(request(0, 5, 1), request(1, 5, 0), "priority 0 and priority 1 arrived in the same step")
     ahead(request(0, 9, 1), request(1, 0, 0), "priority 0 came 9 steps after priority 1, and aging is 10", hint=2)
     ahead(request(1, 0, 0), request(0, 11, 1), "priority 1 came 11 steps before priority 0, and aging is 10", hint=2)
     ahead(request(3, 0, 0), request(1, 21, 1), "priority 3 came 21 steps before priority 1, and aging is 10", hint=2)
-    ahead(request(1, 0, 0), request(0, 10, 1), "priority 1 came 10 steps before priority 0 and first, and aging is 10", 2)
+    ahead(
+        request(1, 0, 0), request(0, 10, 1), "priority 1 came 10 steps before priority 0 and first, and aging is 10", 2
+    )
     ahead(request(2, 5, 3), request(2, 5, 7), "two of priority 2 came in the same step, in this order", hint=1)
     twin = request(2, 5, 3)
     twin.birth = 1
@@ -186,7 +192,12 @@ def check_aging(Policy: Any) -> None:
         (request(1, 5, 1), request(0, 5, 0), False, "priority 1 waits, priority 0 runs"),
         (request(1, 0, 0), request(1, 5, 1), False, "priority 1 waits since step 0, an equal one of step 5 runs"),
         (request(1, 5, 1), request(1, 0, 0), False, "priority 1 waits since step 5, an equal one of step 0 runs"),
-        (request(0, 30, 1), request(1, 0, 0), False, "priority 0 came in step 30, priority 1 of step 0 runs; aging is 10"),
+        (
+            request(0, 30, 1),
+            request(1, 0, 0),
+            False,
+            "priority 0 came in step 30, priority 1 of step 0 runs; aging is 10",
+        ),
         (request(1, 0, 0), request(0, 30, 1), False, "priority 1 waits since step 0, priority 0 of step 30 runs"),
     ):
         expect_equal(bool(policy.outranks(waiting, other)), expected, f"{said}: outranks(waiting, running)", hint=3)
@@ -197,11 +208,15 @@ def check_victims(Scheduler: Any) -> None:
     a, b, c, d = ("a", 1), ("b", 5), ("c", 5), ("d", 9)  # name, priority; each holds 2 blocks
     full = "a (priority 1), b and c (5) and d (9) run with 2 blocks each, all 4 seats are taken"
     expect_victims(Scheduler, [a, b, c, d], 0, ["d"], f"{full}; urgent (0) needs a seat and no block")
-    expect_victims(Scheduler, [a, b, c, d], -3, ["d"], f"{full}; urgent (0) needs a seat, and 3 blocks more are free", 2)
+    expect_victims(
+        Scheduler, [a, b, c, d], -3, ["d"], f"{full}; urgent (0) needs a seat, and 3 blocks more are free", 2
+    )
     expect_victims(Scheduler, [a, b, c, d], 2, ["d"], f"{full}; urgent (0) needs a seat and 2 blocks", hint=2)
     expect_victims(Scheduler, [a, b, c, d], 3, ["d", "c"], f"{full}; urgent (0) needs a seat and 3 blocks", hint=2)
     expect_victims(Scheduler, [a, b, c, d], 9, None, f"{full}; urgent (0) needs 9 blocks, they have 8 in all", hint=3)
-    expect_victims(Scheduler, [a, b], 0, [], "a and b run, 2 seats are free; urgent (0) needs nothing of theirs", hint=2)
+    expect_victims(
+        Scheduler, [a, b], 0, [], "a and b run, 2 seats are free; urgent (0) needs nothing of theirs", hint=2
+    )
     expect_victims(Scheduler, [a, b], 1, ["b"], "a and b run, 2 seats are free; urgent (0) needs 1 block", hint=2)
     said = f"{full}; urgent (5) needs 3 blocks: it outranks d alone, who has 2"
     expect_victims(Scheduler, [a, b, c, d], 3, None, said, hint=3, priority=5)
@@ -212,7 +227,8 @@ def check_victims(Scheduler: Any) -> None:
 
 
 def expect_victims(
-    Scheduler: Any, running: Sequence[tuple[str, int]], missing: int, expected: list[str] | None, said: str, hint: int = 1,
+    Scheduler: Any, running: Sequence[tuple[str, int]], missing: int, expected: list[str] | None, said: str,
+    hint: int = 1,
     *, priority: int = 0, shared: str = "",
 ) -> None:  # fmt: skip
     """Put these in the seats, ask for the victims, and see that nothing else happened."""
@@ -268,7 +284,9 @@ def serve(Scheduler: Any, people: Sequence[tuple[str, int, int]], num_blocks: in
         expect(not both, said_so, "whoever is pushed out to compute nothing in that step", hint=1)
         still = [name for name in running if name not in plan.preempted]
         silent = [name for name in still if name not in plan.num_scheduled_tokens]
-        expect(not silent, f"{now} has no token for {', '.join(silent)}, who runs", "one for everybody who runs", hint=3)
+        expect(
+            not silent, f"{now} has no token for {', '.join(silent)}, who runs", "one for everybody who runs", hint=3
+        )
         expect(len(plan.preempted) < max(2, len(running)), f"{now} pushed {show(plan.preempted)} out", "fewer", hint=2)
         for name, n in plan.num_scheduled_tokens.items():
             take_in(scheduler, unfinished, requests[name], n)
@@ -320,16 +338,18 @@ EXERCISES = (
         title="a queue that is never searched",
         minutes=8,
         difficulty=1,
-        spec="`peek()` returns the most entitled of those who are present, and leaves it in the queue. Entries of people "
-        "who are not present any more are thrown away when they surface. `pop()` returns the same one and takes it out. "
-        "Neither goes over everybody who waits.",
+        spec="`peek()` returns the most entitled of those who are present, and leaves it in the queue. Entries "
+        "of people who are not present any more are thrown away when they surface. `pop()` returns the same one "
+        "and takes it out. Neither goes over everybody who waits.",
         check=check_queue,
         passed="gives the most entitled first, passes over those who hung up, and asks the policy nothing",
         hints=(
-            "The first entry of a heap is its smallest, `self._heap[0]`: a pair of key and request. To look is not to take.",
-            "Whoever hung up is in the heap and not in `_present`. And a name may be used again: is it the same request?",
-            "`pop` is `peek`, and then out of both: the heap and `_present`. The keys stand in the heap; nobody has to be "
-            "asked for one again.",
+            "The first entry of a heap is its smallest, `self._heap[0]`: a pair of key and request. To look is "
+            "not to take.",
+            "Whoever hung up is in the heap and not in `_present`. And a name may be used again: is it the same "
+            "request?",
+            "`pop` is `peek`, and then out of both: the heap and `_present`. The keys stand in the heap; nobody "
+            "has to be asked for one again.",
         ),
         reference="scheduler.WaitingQueue",
     ),
@@ -338,16 +358,17 @@ EXERCISES = (
         title="admission",
         minutes=15,
         difficulty=2,
-        spec="`_schedule_waiting(plan, budget, careful)` admits from the head of `self.waiting` while somebody waits, a "
-        "seat is free and budget is left. It stops at the first request that finds no room or may compute no token: "
-        "nobody overtakes. Whoever is admitted joins, with its tokens reserved, and makes the budget smaller.",
+        spec="`_schedule_waiting(plan, budget, careful)` admits from the head of `self.waiting` while somebody "
+        "waits, a seat is free and budget is left. It stops at the first request that finds no room or may "
+        "compute no token: nobody overtakes. Whoever is admitted joins, with its tokens reserved, and makes the "
+        "budget smaller.",
         check=check_admission,
         passed="lets people in, in order, as far as seats, budget and blocks go, and leaves the others in the queue",
         hints=(
-            "Four questions, in this order: does anybody wait? Is there a seat? Is there budget? Does the first one find "
-            "room? And every admission changes the answers.",
-            "`peek` looks, `pop` takes: take only whom you let in. Then it joins, and its tokens are reserved. And hand "
-            "`careful` on to `_finds_room`, who knows about the watermark.",
+            "Four questions, in this order: does anybody wait? Is there a seat? Is there budget? Does the first "
+            "one find room? And every admission changes the answers.",
+            "`peek` looks, `pop` takes: take only whom you let in. Then it joins, and its tokens are reserved. "
+            "And hand `careful` on to `_finds_room`, who knows about the watermark.",
             "If the first in line can't come in, stop there. Those behind it may be smaller, and still have to wait.",
         ),
         reference="scheduler.Scheduler",
@@ -357,17 +378,18 @@ EXERCISES = (
         title="aging",
         minutes=12,
         difficulty=2,
-        spec="`entitlement(request)` is a key that puts a smaller `priority` first, where `aging` steps of earlier "
-        "`arrival_step` make up for one number of priority; equals go by `arrival`, then by `birth`. "
-        "`outranks(waiting, running)` is true if the waiting one has a smaller priority number and is more entitled.",
+        spec="`entitlement(request)` is a key that puts a smaller `priority` first, where `aging` steps of "
+        "earlier `arrival_step` make up for one number of priority; equals go by `arrival`, then by `birth`. "
+        "`outranks(waiting, running)` is true if the waiting one has a smaller priority number and is more "
+        "entitled.",
         check=check_aging,
         passed="puts urgent ones first, lets waiting count, and never has equals push each other out",
         hints=(
             "A tuple makes a key: what counts most comes first, what decides between equals comes after it.",
-            "Put both into one number, in steps: what is a priority worth, and when did it come? The key may depend on "
-            "nothing that changes while the request waits.",
-            "Two conditions for pushing somebody out: the number alone would throw out one that has aged into its seat, "
-            "the key alone would let equals swing.",
+            "Put both into one number, in steps: what is a priority worth, and when did it come? The key may "
+            "depend on nothing that changes while the request waits.",
+            "Two conditions for pushing somebody out: the number alone would throw out one that has aged into "
+            "its seat, the key alone would let equals swing.",
         ),
         reference="scheduler.PriorityWithAging",
     ),
@@ -376,17 +398,18 @@ EXERCISES = (
         title="victims",
         minutes=15,
         difficulty=3,
-        spec="`_victims(urgent, missing)` returns the running requests that have to go so that urgent gets a seat and "
-        "`missing` more blocks: the least entitled first, no more than needed, nobody whom it doesn't outrank. [] if "
-        "nobody has to go, None if that wouldn't do. Blocks that a victim shares don't count. Nothing is changed.",
+        spec="`_victims(urgent, missing)` returns the running requests that have to go so that urgent gets a "
+        "seat and `missing` more blocks: the least entitled first, no more than needed, nobody whom it doesn't "
+        "outrank. [] if nobody has to go, None if that wouldn't do. Blocks that a victim shares don't count. "
+        "Nothing is changed.",
         check=check_victims,
         passed="names as few as it takes, from the end of the list, and nobody at all if it would be in vain",
         hints=(
             "`self.running` is sorted, most entitled first: walk it from its end. Only say whom; somebody else acts.",
-            "Keep two counts of what is still needed, seats and blocks, and stop as soon as both are used up. How many "
-            "seats are needed if some are free?",
-            "The walk ends when enough is found, or when the next one is not outranked. Is enough found then? And which "
-            "of a victim's blocks come free: those with one owner.",
+            "Keep two counts of what is still needed, seats and blocks, and stop as soon as both are used up. "
+            "How many seats are needed if some are free?",
+            "The walk ends when enough is found, or when the next one is not outranked. Is enough found then? "
+            "And which of a victim's blocks come free: those with one owner.",
         ),
         reference="scheduler.Scheduler",
     ),
@@ -395,16 +418,17 @@ EXERCISES = (
         title="bug hunt: still on the list",
         minutes=15,
         difficulty=2,
-        spec="Everybody who runs gets their tokens, most entitled first. Whoever finds no block takes it from the least "
-        "entitled. Whoever has been pushed out computes nothing in this step.",
+        spec="Everybody who runs gets their tokens, most entitled first. Whoever finds no block takes it from "
+        "the least entitled. Whoever has been pushed out computes nothing in this step.",
         check=check_saved_list,
         passed="40 runs by dice in small pools: nobody is pushed out and planned at once, nobody who runs is left out",
         hints=(
-            "In which list does a victim still stand, and in which one not any more? Follow Cy through step 2 of the log.",
-            "Somebody who was pushed out has lost all blocks. What does the loop do when it comes to them? And what, "
-            "when the last one in the list is the very one who asks?",
-            "A request knows its status. Ask it at the head of the loop, and again after every push; and go on with "
-            "everybody who still runs.",
+            "In which list does a victim still stand, and in which one not any more? Follow Cy through step 2 of "
+            "the log.",
+            "Somebody who was pushed out has lost all blocks. What does the loop do when it comes to them? And "
+            "what, when the last one in the list is the very one who asks?",
+            "A request knows its status. Ask it at the head of the loop, and again after every push; and go on "
+            "with everybody who still runs.",
         ),
         reference="course.specs.nb04.MendedScheduler",
         planted="course.specs.nb04_planted.CopyingScheduler",
