@@ -10,8 +10,8 @@ The engine makes six calls at fixed points of its life, and nothing else in it k
     end_step(pool)                      ┘
 
 The pool and the scheduler have no hooks, so that any learner's version can be recorded: who took, shared, copied or
-gave back a block is found by comparing each table with what it was a step ago. That costs little, since tables grow at
-the end and two lists that begin with the same objects compare at a nanosecond an element.
+gave back a block is found by comparing each table with what it was a step ago (`labcore.block_ledger`). That costs
+little, since tables grow at the end and two lists that begin with the same objects compare at a nanosecond an element.
 """
 
 from __future__ import annotations
@@ -19,26 +19,13 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from labcore.block_ledger import BlockLedger, Tracked
 from labcore.recording import RareEvent, Recording, StepRecord
 
 UNKNOWN_TOKEN = -1
-
-
-@dataclass
-class Tracked:
-    """What the recorder last knew of an unfinished request. state: "waiting", "running", "preempted" or "swapped"."""
-
-    number: int
-    request: Any
-    state: str = "waiting"
-    computed: int = 0
-    num_hashed: int = 0
-    table: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
 
 
 class Recorder(Recording):
@@ -81,9 +68,7 @@ class Recorder(Recording):
         self._in_step = False
         self._worked: list[Tracked] = []
         self._forked: set[int] = set()  # numbers of those that were forked since the work of this step was planned
-        self._capacity = num_blocks
-        self._owners: dict[int, int] = {}  # refcount of every block that a table lists
-        self._hashed: set[int] = set()
+        self._ledger = BlockLedger(block_size, num_blocks)
 
     def added(self, request: Any) -> None:
         """A request joined the queue. A fork brings tokens, and a table, that it already has."""
@@ -144,7 +129,7 @@ class Recorder(Recording):
             if blocks != tracked.table:
                 changed.append((tracked, list(blocks), found))
         if changed:
-            self._compare(changed, plan.block_copies, record.before)
+            self._ledger.compare(changed, plan.block_copies, record.before)
         record.work, self._worked = work, worked
 
     def sampled(self, request: Any, token_id: int) -> None:
@@ -160,8 +145,8 @@ class Recorder(Recording):
         if tracked is None:
             return
         events = self._now()
-        self._note_hashes(tracked, events)
-        self._release(tracked, events)
+        self._ledger.note_hashes(tracked, self.hash_of, events)
+        self._ledger.release(tracked, events)
         events.append(("finish", tracked.number, (), {"reason": request.finish_reason}))
 
     def end_step(self, pool: Any = None) -> None:
@@ -176,12 +161,8 @@ class Recorder(Recording):
         if self.hash_of is not None:
             for tracked in self._worked:
                 if tracked.state == "running":
-                    self._note_hashes(tracked, record.after)
-        capacity = getattr(pool, "num_blocks", self._capacity)
-        if capacity != self._capacity:
-            capacity = max(capacity, max(self._owners, default=-1) + 1)
-            record.after.append(("resize", None, (), {"num_blocks": capacity}))
-            self._capacity = capacity
+                    self._ledger.note_hashes(tracked, self.hash_of, record.after)
+        self._ledger.resize(getattr(pool, "num_blocks", self._ledger.capacity), record.after)
         self._worked = []
         self._forked.clear()
         record.pool_free = getattr(pool, "num_free", None)
@@ -237,7 +218,7 @@ class Recorder(Recording):
         table = getattr(tracked.request, "table", None)
         if table is not None and table.blocks:
             self._admit(tracked, (), events)
-            self._compare([(tracked, list(table.blocks), tracked.computed)], (), events)
+            self._ledger.compare([(tracked, list(table.blocks), tracked.computed)], (), events)
 
     def _admit(self, tracked: Tracked, swaps_in: Sequence[tuple[int, int]], events: list[RareEvent]) -> int:
         """Returns the number of tokens whose KV a prefix hit brought along, or a fork."""
@@ -264,7 +245,7 @@ class Recorder(Recording):
         tracked.num_hashed = min(tracked.num_hashed, computed // self.block_size)
 
     def _preempt(self, tracked: Tracked, events: list[RareEvent]) -> None:
-        self._release(tracked, events)
+        self._ledger.release(tracked, events)
         events.append(("preempt", tracked.number, (), None))
         tracked.state, tracked.computed, tracked.num_hashed = "preempted", 0, 0
 
@@ -275,122 +256,10 @@ class Recorder(Recording):
             if tracked.state == "running" and _status(tracked.request) == "SWAPPED":
                 blocks = tuple(tracked.table)
                 events = self.pending.before
-                self._release(tracked, events)
+                self._ledger.release(tracked, events)
                 tracked.host = [host[block] for block in blocks if block in host]
                 events.append(("swap_out", tracked.number, blocks, {"host": tracked.host}))
                 tracked.state, tracked.num_hashed = "swapped", 0
 
-    def _compare(
-        self,
-        changed: list[tuple[Tracked, list[int], int]],
-        block_copies: Iterable[tuple[int, int]] | None,
-        events: list[RareEvent],
-    ) -> None:
-        """Say how tables changed: first what was given back, then what was copied, then what was taken.
-
-        In that order, since a block may pass from one request to another within the step. block_copies: the (source,
-        copy) pairs of the plan; None takes every single block that was replaced for a copy.
-        """
-        copies, additions = [], []
-        made = None if block_copies is None else {copy: source for source, copy in block_copies}
-        self._make_room(max((max(blocks) for _, blocks, _ in changed if blocks), default=0), events)
-        for tracked, blocks, found in changed:
-            known = tracked.table
-            same = _common(known, blocks)
-            if same < min(len(known), len(blocks)) and known[same + 1 :] == blocks[same + 1 : len(known)]:
-                if made is None or made.get(blocks[same]) == known[same]:
-                    copies.append((tracked, known[same], blocks[same]))
-                    known[same] = blocks[same]
-                    same = len(known)
-            self._release(tracked, events, keep=same)
-            if same < len(blocks):
-                additions.append((tracked, blocks[same:], found))
-        for copy in copies:
-            self._copy(*copy, events)
-        for tracked, blocks, found in additions:
-            sources = [(made or {}).get(block, block) for block in blocks]  # a fork that wrote at once shared first
-            self._take(tracked, sources, found, events)
-            start = len(tracked.table) - len(blocks)
-            for index, (source, block) in enumerate(zip(sources, blocks, strict=True), start):
-                if source != block:
-                    self._copy(tracked, source, block, events)
-                    tracked.table[index] = block
-
-    def _copy(self, tracked: Tracked, source: int, copy: int, events: list[RareEvent]) -> None:
-        self._disown([source])
-        self._evict(copy, events, len(events))
-        events.append(("copy_on_write", tracked.number, (source, copy), None))
-        self._owners[copy] = self._owners.get(copy, 0) + 1
-
-    def _take(self, tracked: Tracked, blocks: list[int], found: int, events: list[RareEvent]) -> None:
-        """Append blocks to a table, in runs of equal kind: fresh ones, and ones whose KV is already there."""
-        owners, start = self._owners, len(tracked.table)
-        run_kind, run = None, []
-        for index, block in enumerate(blocks, start):
-            count = owners.get(block, 0)
-            kind = "share" if count or (index + 1) * self.block_size <= found else "allocate"
-            if kind != run_kind:
-                run_kind, run = kind, []
-                events.append((kind, tracked.number, run, None))
-            run.append(block)
-            owners[block] = count + 1
-            if kind == "allocate":
-                self._evict(block, events, len(events) - 1)
-        tracked.table += blocks
-
-    def _make_room(self, block: int, events: list[RareEvent]) -> None:
-        """A learner's pool may hand out an id that it shouldn't have; the record shows it."""
-        if block >= self._capacity:
-            self._capacity = block + 1
-            events.append(("resize", None, (), {"num_blocks": self._capacity}))
-
-    def _evict(self, block: int, events: list[RareEvent], place: int) -> None:
-        """What the prefix cache knew a block by is gone once something else is written into it."""
-        if block in self._hashed:
-            self._hashed.discard(block)
-            events.insert(place, ("evict", None, (block,), None))
-
-    def _release(self, tracked: Tracked, events: list[RareEvent], keep: int = 0) -> None:
-        blocks = tracked.table[keep:]
-        if blocks:
-            del tracked.table[keep:]
-            events.append(("free", tracked.number, tuple(blocks), None))
-            self._disown(blocks)
-            tracked.num_hashed = min(tracked.num_hashed, keep)
-
-    def _disown(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._owners[block] -= 1
-            if not self._owners[block]:
-                del self._owners[block]
-
-    def _note_hashes(self, tracked: Tracked, events: list[RareEvent]) -> None:
-        """Ask the prefix cache about blocks that have become full since it was last asked."""
-        full = min(tracked.computed // self.block_size, len(tracked.table))
-        if self.hash_of is None or tracked.num_hashed >= full:
-            return
-        fresh = [block for block in tracked.table[tracked.num_hashed : full] if block not in self._hashed]
-        tracked.num_hashed = full
-        digests = [(block, self.hash_of(block)) for block in fresh]
-        known = [(block, _hexadecimal(digest)) for block, digest in digests if digest is not None]
-        if known:
-            blocks, hashes = zip(*known, strict=True)
-            self._hashed.update(blocks)
-            events.append(("cached", tracked.number, blocks, {"hashes": list(hashes)}))
-
-
 def _status(request: Any) -> str | None:
     return getattr(getattr(request, "status", None), "name", None)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common beginning."""
-    if b[: len(a)] == a:
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _hexadecimal(digest: Any) -> str:
-    if isinstance(digest, bytes):
-        return digest.hex()
-    return f"{digest & (2**64 - 1):016x}" if isinstance(digest, int) else str(digest)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import tracemalloc
 
@@ -345,6 +347,11 @@ def test_files_that_are_not_whole_flight_records_are_refused_in_one_line(tmp_pat
     assert "version 9" in refused(lines[0].replace('"version":1', '"version":9') + "".join(lines[1:]))
     assert "line 3" in refused("".join(lines[:2] + ['{"step": 2, "nonsense": 1}\n'] + lines[3:]))
     assert "line 3" in refused("".join(lines[:2] + ["half a li\n"] + lines[3:]))
+
+
+def test_recorder_and_pictures_need_no_torch():
+    code = "import sys, labcore.recorder, labcore.viz, labcore.viz.session; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_a_span_knows_its_states_and_its_direction():
