@@ -6,9 +6,9 @@ A block's key is a hash of its parent's key and its own tokens, so that equal ke
     keys       k0 = h(t0)      k1 = h(k0, t1)   k2 = h(k1, t2)                  the rest has no key yet
 
 A finished request's blocks go to the free queue with their content, and stay findable there until they are handed out
-again; the queue's order makes that least recently used first, and tails before heads, since a table frees its last block
-first. A key is only where to look. What is found must hold the very tokens, behind the very parent, so that two texts
-with one hash can never read each other's KV.
+again; the queue's order makes that least recently used first, and tails before heads, since a table frees its last
+block first. A key is only where to look. What is found must hold the very tokens, behind the very parent, so that two
+texts with one hash can never read each other's KV.
 
 Source: vLLM's automatic prefix caching; SGLang's RadixAttention (Zheng et al. 2023) does the same with a tree.
 """
@@ -39,7 +39,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def publish(self, request: Request) -> None:
-        """The request's first `num_computed_tokens` tokens have their KV now; its full blocks may be found by others."""
+        """The request's first `num_computed_tokens` tokens have their KV now; others may find its full blocks."""
 
     @abstractmethod
     def forget(self, blocks: Sequence[int]) -> None:
@@ -108,8 +108,8 @@ class HashedPrefixCache(PrefixCache):
             return []
         parent = None
         for key, content in self._identities(request, (request.num_tokens - 1) // self.block_size):
-            found = self._by_key.get(key)
-            if found is None or found.content != content or found.parent is not parent:
+            found = self._find(key, content, parent)
+            if found is None:
                 break
             request.prefix_chain.append(found)
             parent = found
@@ -124,10 +124,8 @@ class HashedPrefixCache(PrefixCache):
         for i in range(len(chain), full):
             key, content = identities[i]
             parent = chain[-1] if chain else None
-            found = self._by_key.get(key)
-            if found is None or found.content != content or found.parent is not parent:
-                found = self._remember(CachedBlock(request.table.blocks[i], key, content, parent))
-            chain.append(found)
+            known = self._find(key, content, parent)
+            chain.append(known or self._remember(CachedBlock(request.table.blocks[i], key, content, parent)))
 
     def forget(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -139,6 +137,13 @@ class HashedPrefixCache(PrefixCache):
         cached = self._by_block.get(block)
         return None if cached is None else cached.key
 
+    def _find(self, key: bytes, content: bytes, parent: CachedBlock | None) -> CachedBlock | None:
+        """The block under this key, if it holds these very tokens, computed behind this very parent."""
+        found = self._by_key.get(key)
+        if found is None or found.content != content or found.parent is not parent:
+            return None
+        return found
+
     def _remember(self, cached: CachedBlock) -> CachedBlock:
         rival = self._by_key.get(cached.key)
         if rival is not None:  # another text with the same hash, or one whose parent is gone: the newer one stays
@@ -147,7 +152,7 @@ class HashedPrefixCache(PrefixCache):
         return cached
 
     def _identities(self, request: Request, num_blocks: int) -> list[tuple[bytes, bytes]]:
-        """(key, content) of the request's first full blocks; content is the tokens as 32-bit words, and the salt once."""
+        """(key, content) of the request's first full blocks; content: tokens as 32-bit words, once with the salt."""
         known = request.block_identities
         if len(known) < num_blocks:
             start = len(known) * self.block_size

@@ -349,9 +349,10 @@ EXERCISES = (
         title="found, and verified",
         minutes=15,
         difficulty=2,
-        spec="`match(request)` returns the blocks that hold the request's first tokens, in order, and never so many "
-        "that no token is left to compute. A block counts if it is known under its key, holds the very tokens, "
-        "and its parent is the block found before it (None for the first). The first one that doesn't count ends "
+        spec="`_find(key, content, parent)` returns the CachedBlock that is known under the key, holds the very "
+        "tokens, and has this very parent; None if there is no such block. `match(request)` returns the blocks "
+        "that hold the request's first tokens, in order, and never so many that no token is left to compute. The "
+        "parent of each is the block found before it (None for the first). The first one that is not found ends "
         "the search. The CachedBlocks found are left in `request.prefix_chain`, a new list at each call. With "
         "use_prefix_cache=False, nothing is found.",
         check=check_match,
