@@ -290,6 +290,14 @@ def test_a_sequence_of_length_0_gives_zeros_and_reads_nothing(num_splits, with_s
     torch.testing.assert_close(out[0].double(), expected[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_may_see_nothing_in_its_first_tiles(dtype):
+    """64 tokens in one tile of rows, a window of 3: the last row's keys come three tiles of keys after the first one's."""
+    batch = paged_batch([(0, 60), (40, 24)], num_query_heads=1, num_kv_heads=1, dtype=dtype)
+    options = dict(scaling=0.25, sliding_window=3)
+    assert_right(attend(batch, PrefillOnly(Tile(64, 16, 4, 2)), **options), batch, **options)
+
+
 def test_sequences_without_queries_in_a_mixed_step_own_no_rows():
     batch = to_device(paged_batch([(3, 2), (4, 1), (8, 3)]))
     meta = chosen(batch.meta, [0, 1, 2])
