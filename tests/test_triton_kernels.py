@@ -292,7 +292,7 @@ def test_a_sequence_of_length_0_gives_zeros_and_reads_nothing(num_splits, with_s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_may_see_nothing_in_its_first_tiles(dtype):
-    """64 tokens in one tile of rows, a window of 3: the last row's keys come three tiles of keys after the first one's."""
+    """60 tokens in one tile of rows, a window of 3: the last row sees nothing in the first three tiles of keys."""
     batch = paged_batch([(0, 60), (40, 24)], num_query_heads=1, num_kv_heads=1, dtype=dtype)
     options = dict(scaling=0.25, sliding_window=3)
     assert_right(attend(batch, PrefillOnly(Tile(64, 16, 4, 2)), **options), batch, **options)
