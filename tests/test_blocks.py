@@ -201,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.counter = 0
 
     def write(self, table, n):
-        copy = table.writable_tail()
+        copy = table.writable_tail() if n else None  # nothing is written, nothing need be copied
         if copy is not None:
             src, dst = copy
             for offset in range(self.size):
