@@ -85,9 +85,8 @@ def resolve_pool(
         if pool.num_free != pool.num_blocks:
             raise ValueError(f"block_pool has {pool.num_free} of {pool.num_blocks} blocks free; a new engine needs all.")
     else:
-        budget, element_size = memory_budget(config, loaded.model), loaded.model.dtype.itemsize
-        num_blocks = config.num_blocks or pool_size(config, loaded.layers, element_size, budget, longest)
-        per_block = bytes_per_block(loaded.layers, config.block_size, element_size)
+        per_block = bytes_per_block(loaded.layers, config.block_size, loaded.model.dtype.itemsize)
+        num_blocks = config.num_blocks or pool_size(config, per_block, memory_budget(config, loaded.model), longest)
         check_memory(num_blocks, per_block, available_memory(loaded.model.device))
         pool = chosen(block_pool, BlockPool)(num_blocks, config.block_size)
     if config.max_model_len is None:
@@ -147,7 +146,7 @@ def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, pr
         num_host_blocks=config.num_host_blocks,
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
-        hash_of=getattr(prefixes, "hash_of", None),
+        hash_of=prefixes.hash_of,
         decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
     )
 

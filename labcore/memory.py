@@ -19,12 +19,11 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, element_size:
     return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * element_size for layer in layers)
 
 
-def pool_size(config: EngineConfig, layers: Sequence[LayerShape], element_size: int, budget: int, max_len: int) -> int:
+def pool_size(config: EngineConfig, per_block: int, budget: int, max_len: int) -> int:
     """Number of blocks that `budget` bytes hold, but no more than `max_num_seqs` requests of `max_len` could fill.
 
-    Raises ValueError if the budget holds not even one block.
+    per_block: bytes of one block, see `bytes_per_block`. Raises ValueError if the budget holds not even one.
     """
-    per_block = bytes_per_block(layers, config.block_size, element_size)
     affordable = int(budget // per_block)
     if affordable < 1:
         raise ValueError(

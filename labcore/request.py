@@ -71,10 +71,6 @@ class Request:
         self.metrics = RequestMetrics(arrival_time=self.arrival_time)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of prompt and output together, computed or not."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -66,21 +67,28 @@ def run(engine, limit: int = 5000) -> dict:
     raise AssertionError(f"unfinished after {limit} steps: {engine.request_ids()}")
 
 
-def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True) -> list[int]:
-    """What transformers' own `generate` makes of a prompt, one token after the other, with its own attention."""
+@contextmanager
+def its_own_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Run a model as transformers would, whatever the engine has set, and put that back afterwards."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
-        options = {"eos_token_id": None} if ignore_eos else {}
         with torch.inference_mode():
-            ids = model.generate(
-                torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                **options,
-            )
-        return ids[0, len(prompt) :].tolist()
+            yield
     finally:
         model.set_attn_implementation(implementation)
+
+
+def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True) -> list[int]:
+    """What transformers' own `generate` makes of a prompt, one token after the other, with its own attention."""
+    options = {"eos_token_id": None} if ignore_eos else {}
+    with its_own_attention(model):
+        ids = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+    return ids[0, len(prompt) :].tolist()

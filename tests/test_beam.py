@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from engines import poisoned_llm, run
+from engines import its_own_attention, poisoned_llm, run
 from tiny_models import prompt, tiny
 from transformers import GenerationConfig
 
@@ -37,13 +37,8 @@ def by_transformers(model, ids, width, max_tokens, length_penalty, eos):
         num_beams=width, num_return_sequences=width, max_new_tokens=max_tokens, do_sample=False, pad_token_id=PAD,
         length_penalty=length_penalty, eos_token_id=eos or None, return_dict_in_generate=True, output_scores=True,
     )
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        with torch.inference_mode():
-            out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config)
-    finally:
-        model.set_attn_implementation(implementation)
+    with its_own_attention(model):
+        out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config)
     texts = []
     for row in out.sequences[:, len(ids) :].tolist():
         end = next((i for i, token in enumerate(row) if token in eos), len(row) - 1)
@@ -53,13 +48,8 @@ def by_transformers(model, ids, width, max_tokens, length_penalty, eos):
 
 def rescored(model, ids, token_ids):
     """Sum of log-probabilities of `token_ids`, from one plain forward pass over the whole text."""
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        with torch.inference_mode():
-            logprobs = model(torch.tensor([[*ids, *token_ids]]), use_cache=False).logits[0].float().log_softmax(-1)
-    finally:
-        model.set_attn_implementation(implementation)
+    with its_own_attention(model):
+        logprobs = model(torch.tensor([[*ids, *token_ids]]), use_cache=False).logits[0].float().log_softmax(-1)
     return sum(logprobs[len(ids) - 1 + i, token].item() for i, token in enumerate(token_ids))
 
 

@@ -36,9 +36,5 @@ class AttentionMetadata:
     query_lens_list: list[int]
 
     @property
-    def max_query_len(self) -> int:
-        return max(self.query_lens_list)
-
-    @property
     def max_seq_len(self) -> int:
         return max(self.seq_lens_list)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from labcore.bench.circumstances import circumstances
 from labcore.blocks import BlockPool
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -82,9 +82,7 @@ def table(costs: Sequence[Cost]) -> str:
 def report(costs: Sequence[Cost]) -> dict:
     """Everything that a reader needs in order to judge the figures."""
     return {
-        "benchmark": "blocks",
-        "machine": {"processor": platform.machine(), "system": platform.system()},
-        "versions": {"python": platform.python_version()},
+        **circumstances("blocks"),
         "unit": "microseconds per allocate/free pair of one block, best of the rounds",
         "bulk": BULK,
         "goal": {"bulk_at_most": GOAL_US, "growth_at_most": GOAL_RATIO},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from labcore.bench.circumstances import circumstances
 from labcore.bench.workload import Workload, lognormal_workload
 from labcore.llm import LLM
 from labcore.models import resolve
@@ -107,9 +107,7 @@ def measure(table: dict[str, Callable[[Workload], int]], work: Workload, rounds:
 def report(results: list[Result], work: Workload) -> dict:
     """Everything that a reader needs in order to judge the figures."""
     return {
-        "benchmark": "engine",
-        "machine": {"processor": platform.machine(), "cores": torch.get_num_threads(), "system": platform.system()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        **circumstances("engine", torch, transformers, cores=torch.get_num_threads()),
         "workload": {
             "requests": len(work.prompts),
             "prompt_tokens": work.num_prompt_tokens,

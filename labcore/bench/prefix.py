@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch
 import transformers
 
 from labcore import LLM, BeamSearchParams, SamplingParams
+from labcore.bench.circumstances import circumstances
 from labcore.bench.workload import lognormal_workload
 from labcore.blocks import BlockPool, BlockTable
 from labcore.models import LoadedModel, load
@@ -218,13 +218,7 @@ def rounded(figures: dict[str, float]) -> dict[str, float]:
 def report(found: dict[str, object]) -> dict:
     """Everything that a reader needs in order to judge the figures."""
     return {
-        "benchmark": "prefix",
-        "machine": {"processor": platform.machine(), "cores": torch.get_num_threads(), "system": platform.system()},
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        **circumstances("prefix", torch, transformers, cores=torch.get_num_threads()),
         "prompt_tokens": PROMPT_TOKENS,
         "block_size": BLOCK_SIZE,
         "goal": {"look_up_ms_below": GOAL_MS, "overhead_share_below": GOAL_SHARE},

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from labcore.bench.circumstances import circumstances
 from labcore.blocks import BlockPool
 from labcore.chunking import WholePrompts
 from labcore.prefix import NoPrefixCache
@@ -100,9 +100,7 @@ def table(costs: Sequence[Cost], num_running: int = NUM_RUNNING) -> str:
 def report(costs: Sequence[Cost]) -> dict:
     """Everything that a reader needs in order to judge the figures."""
     return {
-        "benchmark": "scheduler",
-        "machine": {"processor": platform.machine(), "system": platform.system()},
-        "versions": {"python": platform.python_version()},
+        **circumstances("scheduler"),
         "unit": "microseconds a step and running request, schedule() and computed(), quickest of all steps",
         "num_running": NUM_RUNNING,
         "goal": {"microseconds_at_most": GOAL_US, "growth_at_most": GOAL_RATIO},
