@@ -65,6 +65,13 @@ def test_a_sequence_gets_the_same_answer_alone_and_in_company():
         torch.testing.assert_close(out, together[start:end], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.float16, 2e-3)])
+def test_softcap_and_sinks_work_in_every_dtype_of_the_cache(dtype, tolerance):
+    batch = paged_batch([(5, 1), (9, 3), (0, 4)], dtype=dtype)
+    options = dict(scaling=0.25, softcap=2.0, sinks=torch.linspace(-1, 1, 4))
+    torch.testing.assert_close(attend(batch, **options).double(), reference(batch, **options), atol=tolerance, rtol=tolerance)
+
+
 def test_slot_minus_one_writes_nothing():
     batch = paged_batch([(4, 4)])
     batch.meta.slot_mapping[1] = -1

@@ -132,7 +132,7 @@ def plain_attention(
         sink_column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink_column], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v).to(q.dtype)
+    return (weights.to(v.dtype) @ v).to(q.dtype)  # a float64 mask has made float64 of them
 
 
 def make_groups(meta: AttentionMetadata, window: int | None, dtype: torch.dtype) -> list[Group]:
