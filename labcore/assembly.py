@@ -11,6 +11,7 @@ from labcore.attention.base import AttentionBackend
 from labcore.attention.kv_cache import KVCache
 from labcore.attention.torch_backend import TorchAttention
 from labcore.blocks import BlockPool
+from labcore.budget import AdaptiveBudget
 from labcore.chunking import ChunkedPrefill, ChunkPolicy, WholePrompts
 from labcore.config import EngineConfig
 from labcore.engine import Engine
@@ -55,7 +56,7 @@ def make_engine(
     planner = chosen(scheduler, Scheduler)(
         pool,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.largest_step,
         chunking=built(chosen(chunking, default_chunking(config))),
         prefix_cache=prefixes,
         preemption=built(chosen(preemption, Recompute)),
@@ -66,7 +67,7 @@ def make_engine(
     if config.cuda_graphs:
         check_graphs(backend, runner.device)
         runner.use_graphs(config.max_num_seqs, config.max_model_len)
-    return Engine(config, loaded, planner, runner, recorder)
+    return Engine(config, loaded, planner, runner, recorder, default_budget(config))
 
 
 def resolve_pool(
@@ -136,6 +137,13 @@ def default_chunking(config: EngineConfig) -> ChunkPolicy:
     if config.enable_chunked_prefill:
         return ChunkedPrefill(config.max_num_partial_prefills, config.long_prefill_token_threshold)
     return WholePrompts(config.max_num_seqs)
+
+
+def default_budget(config: EngineConfig) -> AdaptiveBudget | None:
+    """What finds the token budget under max_num_batched_tokens="auto"; None where it is a number."""
+    if config.max_num_batched_tokens != "auto":
+        return None
+    return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.largest_step)
 
 
 def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache) -> Recorder:

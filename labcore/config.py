@@ -12,6 +12,8 @@ from numbers import Integral, Real
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+LARGEST_AUTO_BUDGET = 2048
+"""Most tokens of a step under max_num_batched_tokens="auto"."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class EngineConfig:
     kv_cache_memory_gb       GiB of host memory for the KV pool (cpu)
     max_model_len            most tokens of prompt and output together; None takes the model's own limit
     max_num_seqs             most requests that run at once
-    max_num_batched_tokens   token budget of one step, prompt and output tokens alike
+    max_num_batched_tokens   token budget of one step, prompt and output tokens alike; "auto" finds it by tbt_target_ms
+    tbt_target_ms            milliseconds between two tokens of a running request that "auto" may not exceed
     enable_prefix_caching    reuse KV blocks whose tokens were computed before
     enable_chunked_prefill   let a long prompt share its steps with others, in pieces
     max_num_partial_prefills prompts that one step may leave unfinished
@@ -49,7 +52,8 @@ class EngineConfig:
     kv_cache_memory_gb: float = 1.0
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | str = 2048
+    tbt_target_ms: float = 200.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     max_num_partial_prefills: int = 4
@@ -71,7 +75,7 @@ class EngineConfig:
         if self.max_model_len is not None:
             _whole("max_model_len", self.max_model_len, 2)
         _whole("max_num_seqs", self.max_num_seqs, 1)
-        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        self._check_budget()
         _whole("priority_aging_steps", self.priority_aging_steps, 1)
         _whole("max_num_partial_prefills", self.max_num_partial_prefills, 1)
         _whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -86,9 +90,22 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
 
+    @property
+    def largest_step(self) -> int:
+        """Most tokens that one step computes."""
+        return LARGEST_AUTO_BUDGET if self.max_num_batched_tokens == "auto" else self.max_num_batched_tokens
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    def _check_budget(self) -> None:
+        _share("tbt_target_ms", self.tbt_target_ms, math.inf)
+        if self.max_num_batched_tokens != "auto":
+            _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, or_else="auto")
+        elif self.enable_chunked_prefill is False:
+            raise ValueError("max_num_batched_tokens is 'auto'; it must be a number unless enable_chunked_prefill is True.")
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None, or_else: str = "") -> None:
     allowed = f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
+    allowed += f", or {or_else!r}" if or_else else ""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < low or (high is not None and value > high):
         raise ValueError(f"{name} is {value!r}; it must be a whole number, {allowed}.")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from labcore.beam import BeamSearch
 from labcore.beam_group import BeamGroup, likeliest
 from labcore.blocks import BlockPool
+from labcore.budget import AdaptiveBudget
 from labcore.completion_group import Completion, CompletionGroup
 from labcore.config import EngineConfig
 from labcore.detokenize import Detokenizer
@@ -47,7 +48,8 @@ class Engine:
     scheduler   plans steps, owns the queues and the block pool
     runner      computes them
     recorder    keeps the flight record, or None
-    clock       seconds, for metrics only; no decision depends on it
+    budget      finds the token budget of each step from the seconds of those before, or None: it stays as it is
+    clock       seconds, for metrics and the budget; which tokens come never depends on it
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         scheduler: Scheduler,
         runner: ModelRunner,
         recorder: Recorder | None = None,
+        budget: AdaptiveBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -64,6 +67,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.recorder = recorder
+        self.budget = budget
         self.sampler = Sampler(loaded.eos_token_ids)
         self.gate = Gate(config, loaded, scheduler.pool)
         self._clock = clock
@@ -128,17 +132,21 @@ class Engine:
         if not self.has_unfinished_requests():
             return []
         plan = None
+        started = self._clock()
         try:
             with uninterrupted():
                 plan = self._plan()
             requests, logits = self._with_followers(*self.runner.run(plan, self._requests))
             drawn = self._draw(requests, logits)
             with uninterrupted():
-                return self._update(plan, requests, drawn)
+                outputs = self._update(plan, requests, drawn)
         except BaseException:
             with uninterrupted():
                 self._roll_back(plan)
             raise
+        if self.budget is not None:
+            self.budget.observe(plan.num_tokens, self._clock() - started)
+        return outputs
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that are being served, in order of arrival."""
@@ -238,6 +246,8 @@ class Engine:
     def _plan(self) -> SchedulerOutput:
         if self.recorder is not None:
             self.recorder.begin_step()
+        if self.budget is not None:
+            self.scheduler.max_num_batched_tokens = self.budget.tokens(len(self.scheduler.running))
         plan = self.scheduler.schedule()
         now = self._clock()
         scheduled = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]

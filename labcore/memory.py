@@ -60,6 +60,6 @@ def memory_budget(config: EngineConfig, model: PreTrainedModel) -> int:
     free, total = torch.cuda.mem_get_info(model.device)
     shape = model.config.get_text_config()
     widest = max(getattr(shape, "intermediate_size", 0), 4 * shape.hidden_size)
-    activations = 4 * config.max_num_batched_tokens * widest * model.dtype.itemsize
+    activations = 4 * config.largest_step * widest * model.dtype.itemsize
     logits = 4 * config.max_num_seqs * shape.vocab_size * 4
     return int(total * config.gpu_memory_utilization) - (total - free) - activations - logits

@@ -25,7 +25,7 @@ HOUSE = (
     Room("03_triton_paged_kernel", ("attention",)),
     Room("04_continuous_batching", ("scheduler",)),
     Room("05_prefix_sharing", ("prefix", "beam")),
-    Room("06_chunked_prefill", ("chunking",)),
+    Room("06_chunked_prefill", ("chunking", "budget")),
     Room("07_memory_pressure", ("swap", "memory")),
     Room("08_kv_compression", ("quant",)),
     Room("09_tuning_and_monitoring", ("simulate", "traces", "metrics")),

@@ -1,0 +1,54 @@
+"""How many tokens a step may compute, found from the steps that were: `max_num_batched_tokens="auto"`.
+
+A step costs a fixed part, the weights that it reads, and a part for each token. A budget scaled by target / measured
+walks along that line to the target, from below as from above, and doesn't overshoot:
+
+    seconds                           ╱
+    target ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄ 3╱┄┄        1  32 tokens took a third of the target: twice as many (never more at once)
+                               2 ╱             2  64 took two thirds: 96
+                       1 ╱                     3  96 took 0.95 of it: 101, and there it stays
+     fixed ┤      ╱
+           └────────┴────────┴───────┴──→ tokens
+
+Built in notebook 06. The idea of a budget chosen for a time between tokens: Sarathi-Serve (Agrawal et al. 2024), section 4.3.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class AdaptiveBudget:
+    """Finds the largest token budget whose steps keep a target time between tokens. Built in notebook 06.
+
+    target     seconds that a step may take; that is the time between two tokens of whoever decodes
+    smallest   tokens that prompts get in any case, or a target that can't be met would stop them for ever
+    largest    most tokens of a step
+    Raises ValueError for a target that is not above 0, and unless 1 <= smallest <= largest.
+    """
+
+    def __init__(self, target: float, smallest: int = 32, largest: int = 2048) -> None:
+        if not 0 < target < math.inf:
+            raise ValueError(f"target is {target!r}; it must be a number of seconds above 0.")
+        if not 1 <= smallest <= largest:
+            raise ValueError(f"smallest is {smallest!r}; it must be from 1 to {largest!r}, the largest.")
+        self.target = target
+        self.smallest = smallest
+        self.largest = largest
+        self.found = smallest
+
+    def tokens(self, num_running: int) -> int:
+        """Budget of the next step: what was found, but a token for everybody who runs and `smallest` for prompts."""
+        return max(self.found, num_running + self.smallest)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens` tokens took that long.
+
+        A step below the budget says nothing about a larger one, unless it was too slow itself. One odd step, a compiler
+        at work or a machine that was busy, at most halves or doubles the budget.
+        """
+        if num_tokens < self.found and seconds <= self.target:
+            return
+        affordable = num_tokens * self.target / seconds if seconds > 0 else self.largest
+        affordable = min(max(affordable, self.found / 2), self.found * 2)
+        self.found = min(max(int(affordable), self.smallest), self.largest)
