@@ -4,13 +4,13 @@ A step costs a fixed part, the weights that it reads, and a part for each token.
 walks along that line to the target, from below as from above, and doesn't overshoot:
 
     seconds                           ╱
-    target ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄ 3╱┄┄        1  32 tokens took a third of the target: twice as many (never more at once)
+    target ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄ 3╱┄┄        1  32 tokens took a third of the target: try twice as many
                                2 ╱             2  64 took two thirds: 96
                        1 ╱                     3  96 took 0.95 of it: 101, and there it stays
      fixed ┤      ╱
            └────────┴────────┴───────┴──→ tokens
 
-Built in notebook 06. The idea of a budget chosen for a time between tokens: Sarathi-Serve (Agrawal et al. 2024), section 4.3.
+Built in notebook 06. Source: Sarathi-Serve (Agrawal et al. 2024), a budget chosen for a time between tokens.
 """
 
 from __future__ import annotations
