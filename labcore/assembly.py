@@ -103,7 +103,7 @@ def check_part(name: str, part: object, base: type) -> None:
         if part is not None and not method.startswith("_") and callable(value) and not callable(getattr(part, method, None))
     ]
     if missing:
-        raise ValueError(f"{name} is {part!r}; it must be a {base.__name__}, or have its methods: {', '.join(missing)} missing.")
+        raise ValueError(f"{name} is {part!r}; it must be a {base.__name__} or have its methods: {', '.join(missing)} missing.")
 
 
 def refuse_unbuilt(config: EngineConfig) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from labcore.viz.picture import Facts, Picture, axis, picture
@@ -28,7 +29,7 @@ def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -
     stop = max((stay.stop for stay in stays), default=1)
     boxes = [_outline(stay) for stay in stays]
     fills = [_filled(stay) for stay in stays]
-    hovers = [_hover(stay, name) for stay, name in zip(stays, [*names, *[""] * (len(stays) - len(names))])]
+    hovers = [_hover(stay, name) for stay, name in zip_longest(stays, names, fillvalue="")]
     traces = [
         _polygons(boxes, "reserved, empty", "#ffffff", "-"),
         _polygons(fills, "tokens", SPANS["decode"][1], ""),
@@ -58,7 +59,7 @@ def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ())
     stop = max((stay.stop for stay in stays), default=0)
     lines = [f"{num_slots:,} slots, {len(stays)} requests, {stop:,} steps"]
     width = max((len(short(name, 12)) for name in names), default=0)
-    for stay, name in zip(stays, names):
+    for stay, name in zip(stays, names, strict=False):
         lines.append(f"  {short(name, 12):{width}}  {_place(stay)}")
     if stays and not names:
         steps = sorted({stop * part // NUM_SAMPLES for part in range(NUM_SAMPLES)})
@@ -69,7 +70,7 @@ def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ())
 def _free_at(stays: Sequence[Stay], num_slots: int, step: int) -> str:
     held = sorted(stay.region for stay in stays if stay.start <= step < stay.stop)
     edges = [0, *(edge for region in held for edge in (region.start, region.stop)), num_slots]
-    holes = [stop - start for start, stop in zip(edges[::2], edges[1::2]) if stop > start]
+    holes = [stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
     return f"  step {step:5,}   {sum(holes):6,} slots free, {len(holes)} holes, the largest {max(holes, default=0):,}"
 
 

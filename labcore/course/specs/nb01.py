@@ -107,11 +107,11 @@ def check_neighbour(Cache: Any) -> None:
             cache.extend(0, ana, stored, tokens(50, new), tokens(60, new))
         except RuntimeError:
             refused = True
-        for slab, old in zip((cache.k[0], cache.v[0]), (before[0], before[2])):
+        for slab, old in zip((cache.k[0], cache.v[0]), (before[0], before[2]), strict=True):
             expect(torch.equal(slab[bo.start : bo.start + 4], old[bo.start : bo.start + 4]),
                    f"{said}, and Bo's first token changed", "Bo's slots to be his alone", hint=2)  # fmt: skip
         expect(refused, f"{said}, and nobody objected", "OutOfSlots to be raised: the tokens don't fit", hint=2)
-        same = all(torch.equal(slab, old) for slab, old in zip((*cache.k, *cache.v), before))
+        same = all(torch.equal(slab, old) for slab, old in zip((*cache.k, *cache.v), before, strict=True))
         expect(same, f"{said}: refused, but some of them had been written first", "nothing to change", hint=3)
 
 
