@@ -86,22 +86,8 @@ class BeamGroup(Group):
         )
 
     def _child_of(self, parent: Request) -> Request:
-        """A request with the parent's tokens so far, and a name and a place in the queue of its own."""
-        child = Request(
-            request_id=f"{self.request_id}/{self._births}",
-            prompt_token_ids=parent.prompt_token_ids,
-            params=parent.params,
-            arrival=parent.arrival,
-            birth=self._births,
-            max_tokens=parent.max_tokens,
-            seed=parent.seed,
-            priority=parent.priority,
-            arrival_time=parent.arrival_time,
-            arrival_step=parent.arrival_step,
-            cache_salt=parent.cache_salt,
-            use_prefix_cache=parent.use_prefix_cache,
-            output_token_ids=list(parent.output_token_ids),
-        )
+        """A request with the parent's tokens so far, right behind it in the order of arrival."""
+        child = parent.fork(f"{self.request_id}/{self._births}", birth=self._births)
         self._births += 1
         return child
 

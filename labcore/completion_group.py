@@ -43,6 +43,12 @@ class Completion:
         self.output.text = self.detokenizer.text
         self.output.finish_reason = self.request.finish_reason = reason
 
+    def fork(self, child: Request) -> Completion:
+        """A continuation that says what this one has said so far, and goes on by itself. child: computes it."""
+        forked = Completion(0, child, self.detokenizer.fork())
+        forked.output = replace(self.snapshot(), index=0, token_ids=child.output_token_ids)
+        return forked
+
     def snapshot(self) -> CompletionOutput:
         logprobs = None if self.output.logprobs is None else list(self.output.logprobs)
         return replace(self.output, token_ids=list(self.output.token_ids), logprobs=logprobs)
@@ -77,6 +83,10 @@ class CompletionGroup(Group):
         self.requests.remove(request)
         return Change(grown=[request], ended=[request])
 
+    def fork(self, parent: Request, child: Request) -> CompletionGroup:
+        """A group of one, which begins with the text of one of these. child: has the parent's tokens already."""
+        return CompletionGroup(child.request_id, [self._by_id[parent.request_id].fork(child)], self._eos_token_ids)
+
     def abort(self) -> list[Request]:
         ended, self.requests = self.requests, []
         for request in ended:
@@ -88,7 +98,7 @@ class CompletionGroup(Group):
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=first.prompt_token_ids,
-            num_cached_tokens=first.num_cached_tokens,
+            num_cached_tokens=min(first.num_cached_tokens, len(first.prompt_token_ids)),
             outputs=[completion.snapshot() for completion in self.completions],
             metrics=self._metrics(),
             finished=self.finished,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Sequence
+from copy import copy
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,13 @@ class Detokenizer:
             self._grow(self._stream.finish())
             self.text += self._stops.finish()
 
+    def fork(self) -> Detokenizer:
+        """A second one that has taken in the same tokens. From here on each grows by itself."""
+        child = copy(self)
+        child._stops = copy(self._stops)
+        child._stream = None if self._stream is None else self._stream.fork()
+        return child
+
     def _grow(self, news: str) -> None:
         self.text += self._stops.append(news, may_stop=self._num_tokens >= self._min_tokens)
 
@@ -107,6 +115,12 @@ class TextStream:
         if news.endswith(REPLACEMENT) and not self._was_written(held):
             return news.rstrip(REPLACEMENT)
         return news
+
+    def fork(self) -> TextStream:
+        """A second stream that stands where this one does."""
+        child = copy(self)
+        child._window = list(self._window)
+        return child
 
     def _was_written(self, token_ids: list[int]) -> bool:
         """Whether the text of these tokens encodes back to them, which half a character never does."""

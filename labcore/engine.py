@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -72,6 +73,7 @@ class Engine:
         self.gate = Gate(config, loaded, scheduler.pool)
         self._clock = clock
         self._arrivals = 0
+        self._steps = 0
         self._groups: dict[str, Group] = {}
         self._requests: dict[str, Request] = {}
         self._owners: dict[str, Group] = {}
@@ -123,6 +125,43 @@ class Engine:
             leader, *followers = group.requests
             self.scheduler.add(leader, followers)
 
+    def fork(
+        self, request_id: str, new_id: str, *, temperature: float | None = None, seed: int | None = None
+    ) -> None:
+        """Begin a request with all that another one, which is being served, has said so far. Each goes on by itself.
+
+        Nothing is copied: the child owns the parent's blocks as well, the partly filled one too, of which whoever writes
+        into it first takes a copy. Without a free slot, or from a parent that holds no KV, it queues as a newcomer.
+
+        request_id    the parent's; of several continuations the one, as in "r/1"
+        new_id        the child's own, as for `add_request`
+        temperature   the child's; None is the parent's
+        seed          the child's; None takes one from the engine, so that a sampled child says something else. What is
+                      greedy says the same as its parent
+        All else is as in the parent. Of its max_tokens the child has used as many as the parent has.
+        Raises ValueError, and forks nothing, for an id that isn't served, that has several continuations, or that is a
+        beam search, for a new_id that is in use, and for a bad temperature or seed.
+        """
+        group, parent = self._forkable(request_id)
+        params = replace(
+            parent.params, n=1, seed=seed, temperature=parent.params.temperature if temperature is None else temperature
+        )
+        self.gate.check_name("new_id", new_id)
+        self._check_unused("new_id", new_id, params)
+        with uninterrupted():
+            arrival = self._next_arrival()
+            child = parent.fork(
+                new_id,
+                params=params,
+                seed=self._seed(params, arrival),
+                arrival=arrival,
+                arrival_time=self._clock(),
+                arrival_step=self._steps,
+            )
+            self._groups[new_id] = group.fork(parent, child)
+            self.scheduler.fork(child, parent)
+            self._register(child, self._groups[new_id])
+
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return an output for each request that gained a token in it.
 
@@ -162,7 +201,7 @@ class Engine:
         """
         group = self._groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
-            raise ValueError(f"request_id {request_id!r} is not being served; {len(self._groups)} requests are.")
+            raise self._not_served(request_id)
         with uninterrupted():
             for request in group.abort():
                 request.metrics.finished_time = self._clock()
@@ -201,10 +240,28 @@ class Engine:
     ) -> list[int]:
         """The prompt as a list of ints, if the request can be served; raises ValueError if not. Changes nothing."""
         prompt = self.gate.check(request_id, prompt_token_ids, params, priority, arrival_time)
+        self._check_unused("request_id", request_id, params)
+        return prompt
+
+    def _check_unused(self, field: str, request_id: str, params: Params) -> None:
         taken = self._name_in_use(request_id, params)
         if taken is not None:
-            raise ValueError(f"request_id {taken!r} is in use; give each unfinished request an id of its own.")
-        return prompt
+            raise ValueError(f"{field} {taken!r} is in use; give each unfinished request an id of its own.")
+
+    def _not_served(self, request_id: object) -> ValueError:
+        return ValueError(f"request_id {request_id!r} is not being served; {len(self._groups)} requests are.")
+
+    def _forkable(self, request_id: str) -> tuple[CompletionGroup, Request]:
+        """The one request that `request_id` names, with its group. Raises ValueError if no other can begin with its text."""
+        if not isinstance(request_id, str) or not (request_id in self._owners or request_id in self._groups):
+            raise self._not_served(request_id)
+        group = self._owners.get(request_id) or self._groups[request_id]
+        if isinstance(group, BeamGroup):
+            raise ValueError(f"request_id {request_id!r} is a beam search, which forks its beams itself; fork a sampled one.")
+        if request_id not in self._requests:
+            names = ", ".join(repr(request.request_id) for request in group.requests)
+            raise ValueError(f"request_id {request_id!r} stands for several continuations; fork one of them: {names}.")
+        return group, self._requests[request_id]
 
     def _name_in_use(self, request_id: str, params: Params) -> str | None:
         """A name that the request needs and another one has. "r" with n = 2 needs "r/0" and "r/1", beams need all "r/…"."""
@@ -222,8 +279,7 @@ class Engine:
         completions = []
         for k, name in enumerate(sequence_ids(request_id, params)):
             arrival = self._next_arrival()
-            own = self.config.seed + (arrival + 1) * SEED_STRIDE if params.seed is None else params.seed + k
-            request = new_request(request_id=name, arrival=arrival, seed=own % 2**63)
+            request = new_request(request_id=name, arrival=arrival, seed=self._seed(params, arrival, k))
             detokenizer = Detokenizer(self.loaded.tokenizer, request.prompt_token_ids, params)
             completions.append(Completion(k, request, detokenizer))
         return CompletionGroup(request_id, completions, self.loaded.eos_token_ids)
@@ -232,6 +288,11 @@ class Engine:
         root = new_request(request_id=request_id, arrival=self._next_arrival(), seed=0)
         search = BeamSearch(params, self.loaded.eos_token_ids, root.max_tokens)
         return BeamGroup(request_id, root, search, self.loaded.tokenizer)
+
+    def _seed(self, params: SamplingParams, arrival: int, k: int = 0) -> int:
+        """What continuation k draws with: the caller's seed, or one that is the engine's and its own."""
+        own = self.config.seed + (arrival + 1) * SEED_STRIDE if params.seed is None else params.seed + k
+        return own % 2**63
 
     def _next_arrival(self) -> int:
         self._arrivals += 1
@@ -249,6 +310,7 @@ class Engine:
         if self.budget is not None:
             self.scheduler.max_num_batched_tokens = self.budget.tokens(len(self.scheduler.running))
         plan = self.scheduler.schedule()
+        self._steps = plan.step
         now = self._clock()
         scheduled = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
         for request in scheduled:

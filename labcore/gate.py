@@ -30,8 +30,7 @@ class Gate:
         arrival_time: float | None,
     ) -> list[int]:
         """The prompt as a list of ints. Raises ValueError, with the field, its value and its range, for a bad request."""
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty.")
+        self.check_name("request_id", request_id)
         if not isinstance(priority, Integral) or isinstance(priority, bool):
             raise ValueError(f"priority is {priority!r}; it must be a whole number (a smaller one goes first).")
         if arrival_time is not None and not (isinstance(arrival_time, Real) and math.isfinite(arrival_time)):
@@ -40,6 +39,11 @@ class Gate:
         prompt = self._check_prompt(prompt_token_ids)
         self._check_room(request_id, len(prompt), params)
         return prompt
+
+    def check_name(self, field: str, name: str) -> None:
+        """Raises ValueError unless `name` can name a request."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{field} is {name!r}; it must be a string that is not empty.")
 
     def output_limit(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams) -> int:
         """Most output tokens of a request: its own max_tokens, or what max_model_len leaves."""

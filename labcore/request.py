@@ -11,7 +11,7 @@ their KV in the pool; every step lets it catch up a little, and when it has caug
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -86,3 +86,22 @@ class Request:
         if start >= split:
             return self.output_token_ids[start - split : stop - split]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - split)]
+
+    def fork(self, request_id: str, **own: Any) -> Request:
+        """A request with the same tokens so far, and in all else like this one but for `own` and for what it holds.
+
+        It holds nothing yet: blocks and a place in the queue are `Scheduler.fork`'s to give.
+        """
+        return replace(
+            self,
+            request_id=request_id,
+            status=RequestStatus.WAITING,
+            output_token_ids=list(self.output_token_ids),
+            num_computed_tokens=0,
+            table=None,
+            num_cached_tokens=0,
+            num_preemptions=0,
+            block_identities=[],
+            prefix_chain=[],
+            **own,
+        )

@@ -8,33 +8,56 @@ from contextlib import contextmanager
 
 import torch
 
+from labcore.attention.base import AttentionBackend
+from labcore.attention.kv_cache import KVCache
 from labcore.blocks import BlockPool
 from labcore.llm import LLM
 from labcore.models import LoadedModel
 
 
 class PoisonedPool(BlockPool):
-    """Fills a block with NaN when its last owner lets go: whoever reads it afterwards shows.
+    """Knows the blocks that nobody may read any more: those whose last owner let go, and those just handed out.
 
-    A prefix cache may rightly read a block that is free; with one, a block is poisoned when it is handed out instead.
+    A prefix cache may rightly read a block that is free; with one, a block is spoiled when it is handed out alone.
     """
 
-    cache = None
     keeps_content = False
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.spoiled: set[int] = set()
 
     def free(self, blocks: Sequence[int]) -> None:
         super().free(blocks)
         if not self.keeps_content:
-            self._poison([block for block in blocks if self.refcount(block) == 0])
+            self.spoiled.update(block for block in blocks if self.refcount(block) == 0)
 
     def allocate(self, n: int) -> list[int]:
         blocks = super().allocate(n)
-        self._poison(blocks)
+        self.spoiled.update(blocks)
         return blocks
 
-    def _poison(self, blocks: Sequence[int]) -> None:
-        if self.cache is not None and blocks:
-            self.cache.fill(float("nan"), blocks)
+
+class Poisoner:
+    """Stands before a backend, and fills the spoiled blocks of a pool with NaN: whoever reads one afterwards shows.
+
+    At the latest moment at which that is fair: a step begins with its block copies, and may copy from a block which
+    that very step has taken from its last owner, or given to somebody else.
+    """
+
+    def __init__(self, backend: AttentionBackend, pool: PoisonedPool) -> None:
+        self.backend = backend
+        self.pool = pool
+
+    def __getattr__(self, name: str):
+        return getattr(self.backend, name)
+
+    def copy_blocks(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        self.backend.copy_blocks(cache, pairs)
+        spoiled = self.pool.spoiled - {copy for _, copy in pairs}
+        if spoiled:
+            cache.fill(float("nan"), sorted(spoiled))
+        self.pool.spoiled.clear()
 
 
 def shuffled_pool(num_blocks: int, block_size: int = 16, seed: int = 0) -> PoisonedPool:
@@ -46,9 +69,10 @@ def poisoned_llm(loaded: LoadedModel, *, num_blocks: int, block_size: int = 16, 
     """An engine over a shuffled pool that is full of NaN, and that fills with NaN every block that is given back."""
     pool = shuffled_pool(num_blocks, block_size, seed)
     llm = LLM(loaded, block_pool=pool, **settings)
-    pool.cache = llm.engine.runner.cache
+    runner = llm.engine.runner
+    runner.backend = Poisoner(runner.backend, pool)
     pool.keeps_content = llm.engine.config.enable_prefix_caching
-    pool.cache.fill(float("nan"))
+    runner.cache.fill(float("nan"))
     return llm
 
 
