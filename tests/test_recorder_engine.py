@@ -78,6 +78,30 @@ def test_the_record_is_the_engines_own_state_after_every_step(settings):
     assert ("preempt" in kinds) == (engine.stats()["num_preemptions"] > 0)
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 9}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 5}], ids=str)
+def test_forks_between_two_steps_are_recorded_truly(settings):
+    """Of whoever is there: one who runs, one in mid-prefill, one who was sent back, one who waits."""
+    model = from_model(tiny("llama"))
+    engine = LLM(model, block_size=4, record=True, max_model_len=32, **{"num_blocks": 40} | settings).engine
+    for i in range(3):
+        engine.add_request(f"r{i}", prompt(5 + 4 * i, seed=i), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for step in range(200):
+        if step < 5:
+            engine.fork(f"r{step % 3}", f"fork {step}")
+            assert_recorded_truly(engine)
+        if step == 7:
+            engine.abort(engine.request_ids()[-1])
+            assert_recorded_truly(engine)
+        engine.step()
+        assert_recorded_truly(engine)
+        if not engine.has_unfinished_requests():
+            break
+    assert not engine.has_unfinished_requests()
+    told = [e for e in engine.recorder.events() if e.kind == "arrive" and e.request.startswith("fork")]
+    assert len(told) == 5
+    assert (engine.stats()["num_preemptions"] > 0) == ("num_blocks" in settings)
+
+
 def test_a_step_that_fails_is_recorded_as_the_engine_leaves_it():
     engine = LLM(from_model(tiny("llama")), block_size=4, num_blocks=32, record=True).engine
     engine.add_request("r", prompt(9), SamplingParams(temperature=0, max_tokens=6))

@@ -59,15 +59,36 @@ def test_submit_step_fork_and_abort_show_in_the_panel():
     assert "step 1   16 blocks: 2 owned" in words(panel) and panel.message.value == ""
     press["step"].click()
     press["fork"].click()
+    assert panel.target.options == ("r1", "r1-fork2") and "it owns the same blocks" in panel.message.value
     press["step"].click()
-    assert panel.target.options == ("r1", "r1-fork2")
-    assert "r1(0) r1-fork2(0)  refcount 2" in words(panel)
+    assert "r1(0) r1-fork2(0)  refcount 2" in words(panel) and panel.message.value == ""
     assert drawn(panel)["data"][0]["text"][0] == "AB"
     press["abort"].click()
     assert panel.target.options == ("r1-fork2",)
     press["step"].click()
     assert "r1(0)" not in words(panel)
     panel.session.engine.check_integrity()
+
+
+def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
+    made = llm()
+    session = Session(made)
+    session.submit("abcdef")
+    session.step()
+    session.step()
+    free = made.engine.pool.num_free
+    child = session.fork("r1")
+    told = session.recorder.at()
+    assert made.engine.pool.num_free == free
+    assert told.tables["r1"] == told.tables[child] and [told.blocks[b].refcount for b in told.tables[child]] == [2, 2]
+    assert told.requests[child].token_ids == told.requests["r1"].token_ids
+    session.step()
+    (copy,) = [event for event in session.recorder.events() if event.kind == "copy_on_write"]
+    assert copy.step == 3 and copy.request == "r1"
+    while session.step():
+        made.engine.check_integrity()
+    said = [[e.detail["token"] for e in session.recorder.events() if e.kind == "token" and e.request == n] for n in ("r1", child)]
+    assert len(said[0]) == 16 and len(said[1]) == 14 and said[0][2:] != said[1]
 
 
 def test_the_figure_is_the_notebooks_own_without_its_slider():
@@ -186,10 +207,16 @@ def test_running_the_cell_again_leaves_one_panel():
     assert explore(llm()).comm is not None and second.comm is not None, "another engine has a panel of its own"
 
 
-def test_a_panel_without_a_kernel_is_words():
+def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
     panel = explore(llm())
     bundle = panel._repr_mimebundle_()
     assert bundle["text/plain"] == "explorer (run the cell for the live panel)\nnothing recorded yet"
+    buttons(panel)["submit"].click()
+    for _ in range(3):
+        buttons(panel)["step"].click()
+    bundle = panel._repr_mimebundle_()
+    assert bundle[PLOTLY_MIME]["data"] == drawn(panel)["data"], "and a picture, of the state that it was made in"
+    assert [frame["name"] for frame in bundle[PLOTLY_MIME]["frames"]] == ["1", "2", "3"]
 
 
 def test_several_continuations_are_aborted_together():

@@ -66,8 +66,10 @@ def test_a_second_run_stores_the_same(notebook):
         assert first.outputs == second.outputs
 
 
-def test_the_explorer_stores_words_beside_its_view(notebook):
+def test_the_explorer_stores_a_picture_that_steps_and_its_words_beside_its_view(notebook):
     (output,) = notebook.cells[7].outputs
+    assert output.data[PLOTLY_MIME] == notebook.cells[1].outputs[0].data[PLOTLY_MIME]
+    assert len(output.data[PLOTLY_MIME]["frames"]) == 4
     first, second, *_ = output.data["text/plain"].splitlines()
     assert first == "explorer (run the cell for the live panel)"
     assert second.startswith("step 4   8 blocks: 3 owned")

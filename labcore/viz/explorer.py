@@ -23,7 +23,7 @@ from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
 from labcore.viz.describe import describe
 from labcore.viz.memory import memory
-from labcore.viz.picture import CONFIG, PLOTLY_MIME, Picture, without_slider
+from labcore.viz.picture import CONFIG, PLOTLY_MIME, Facts, Picture, without_slider
 from labcore.viz.queues import queues
 from labcore.viz.session import Session
 from labcore.viz.timeline import timeline
@@ -36,6 +36,8 @@ VIEWS: dict[str, tuple[str, Callable[[Recording, int], Picture]]] = {
     "queues": ("queues", queues),
 }
 MAX_TEXTS = 20
+STORED_BYTES = 60_000
+"""What the frames of the picture that a notebook keeps of the panel may take."""
 
 
 def explore(what: Any) -> Explorer:
@@ -150,7 +152,7 @@ class Explorer(widgets.VBox):
                     self._button("run", self._start),
                     self._button("pause", self.pause),
                     self.target,
-                    self._button("fork", lambda: self.act(partial(session.fork, self._target()))),
+                    self._button("fork", self._fork),
                     self._button("abort", lambda: self.act(partial(session.abort, self._target()))),
                     self.amount,
                     self._button("take away", lambda: self.act(partial(session.shrink, self.amount.value))),
@@ -168,6 +170,10 @@ class Explorer(widgets.VBox):
     def _submit(self) -> None:
         asked = (self.prompt.value, self.max_tokens.value, self.priority.value, self.n.value)
         self.act(partial(self.session.submit, *asked), done="queued; it joins the next step that has room")
+
+    def _fork(self) -> None:
+        forked = "it owns the same blocks; the next step copies the last of them, unless it is full, for who writes first"
+        self.act(partial(self.session.fork, self._target()), done=f"forked; {forked}")
 
     def _step(self) -> None:
         if self.session.is_busy:
@@ -192,10 +198,10 @@ class Explorer(widgets.VBox):
         return "\n\n" + "\n".join(lines) if lines else ""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """Where no kernel runs, the words of the state that the panel was made in."""
-        bundle = super()._repr_mimebundle_(**kwargs)
-        bundle["text/plain"] = f"explorer (run the cell for the live panel)\n{describe(self.recording)}"
-        return bundle
+        """Where no kernel runs, the block map as it was when the panel was made, with its slider, and its words."""
+        picture = block_map(self.recording, budget=STORED_BYTES)
+        words = Facts(f"explorer (run the cell for the live panel)\n{picture.facts}")
+        return super()._repr_mimebundle_(**kwargs) | picture._repr_mimebundle_() | {"text/plain": words}
 
 
 def still(picture: Picture) -> dict[str, Any]:

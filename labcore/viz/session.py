@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
@@ -47,8 +46,9 @@ class Session:
         if n > 1 and temperature == 0:
             temperature = 1.0
         params = SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens)
-        tokens = self.llm.tokenizer.encode(prompt)
-        return self._add(f"r{next(self._names)}", tokens, params, priority)
+        request_id = f"r{next(self._names)}"
+        self.engine.add_request(request_id, self.llm.tokenizer.encode(prompt), params, priority=priority)
+        return request_id
 
     def step(self) -> bool:
         """One step of the engine; False if there was nothing to do."""
@@ -61,15 +61,16 @@ class Session:
         return True
 
     def fork(self, request_id: str) -> str:
-        """A request that shares every full block so far and goes on by itself, sampled, so that it differs."""
-        state = self._running(request_id)
-        left = state.max_tokens - (len(state.token_ids) - state.num_prompt_tokens)
-        params = SamplingParams(temperature=1.0, max_tokens=max(1, left), seed=next(self._names))
-        return self._add(f"{request_id}-fork{params.seed}", list(state.token_ids), params, state.priority)
+        """A request that owns every block so far as well, and goes on by itself, sampled, so that it differs."""
+        self._check_served(request_id)
+        number = next(self._names)
+        child = f"{request_id}-fork{number}"
+        self.engine.fork(request_id, child, temperature=1.0, seed=number)
+        return child
 
     def abort(self, request_id: str) -> None:
         """End a request, and with it the other continuations of its prompt."""
-        self._running(request_id)
+        self._check_served(request_id)
         is_alone = request_id in self.engine.request_ids()
         self.engine.abort(request_id if is_alone else request_id.rpartition("/")[0])
 
@@ -98,12 +99,6 @@ class Session:
                 raise ValueError("nobody fits into what is left of the pool — give blocks back, or abort.") from None
             raise
 
-    def _add(self, request_id: str, tokens: list[int], params: SamplingParams, priority: int) -> str:
-        self.engine.add_request(request_id, tokens, params, priority=priority)
-        return request_id
-
-    def _running(self, request_id: str) -> Any:
-        requests: Mapping[str, Any] = self.recorder.at().requests
-        if request_id not in requests:
+    def _check_served(self, request_id: str) -> None:
+        if request_id not in self.recorder.at().requests:
             raise ValueError(f"request {request_id!r} is not being served — choose one that waits or runs.")
-        return requests[request_id]
