@@ -87,8 +87,11 @@ def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
     assert copy.step == 3 and copy.request == "r1"
     while session.step():
         made.engine.check_integrity()
-    said = [[e.detail["token"] for e in session.recorder.events() if e.kind == "token" and e.request == n] for n in ("r1", child)]
-    assert len(said[0]) == 16 and len(said[1]) == 14 and said[0][2:] != said[1]
+    said = {"r1": [], child: []}
+    for event in session.recorder.events():
+        if event.kind == "token":
+            said[event.request].append(event.detail["token"])
+    assert len(said["r1"]) == 16 and len(said[child]) == 14 and said["r1"][2:] != said[child]
 
 
 def test_the_figure_is_the_notebooks_own_without_its_slider():
@@ -217,6 +220,24 @@ def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
     bundle = panel._repr_mimebundle_()
     assert bundle[PLOTLY_MIME]["data"] == drawn(panel)["data"], "and a picture, of the state that it was made in"
     assert [frame["name"] for frame in bundle[PLOTLY_MIME]["frames"]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_panel_opens_with_the_view_that_is_asked_for_and_stores_that_one(view):
+    name, make = VIEWS[view]
+    made = llm()
+    assert explore(made, view)._repr_mimebundle_()["text/plain"].endswith("nothing recorded yet")
+    made.generate([prompt(6), prompt(9)], SamplingParams(temperature=0, max_tokens=4))
+    panel = explore(made, view)
+    assert panel.view.value == view and describe(made.engine.recorder, 4, name).splitlines()[0] in words(panel)
+    bundle = panel._repr_mimebundle_()
+    assert bundle[PLOTLY_MIME]["data"] == make(made.engine.recorder).data_json()["data"]
+    assert bundle["text/plain"].splitlines()[1] == describe(made.engine.recorder, picture=name).splitlines()[0]
+
+
+def test_a_view_that_there_is_not_is_refused_by_name():
+    with pytest.raises(ValueError, match="view is 'map'; it must be one of 'block map', 'tables', 'timeline'"):
+        explore(llm(), "map")
 
 
 def test_several_continuations_are_aborted_together():

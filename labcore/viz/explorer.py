@@ -23,35 +23,39 @@ from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
 from labcore.viz.describe import describe
 from labcore.viz.memory import memory
-from labcore.viz.picture import CONFIG, PLOTLY_MIME, Facts, Picture, without_slider
+from labcore.viz.picture import CONFIG, PLOTLY_MIME, Facts, Picture, nothing_recorded, without_slider
 from labcore.viz.queues import queues
 from labcore.viz.session import Session
 from labcore.viz.timeline import timeline
 
-VIEWS: dict[str, tuple[str, Callable[[Recording, int], Picture]]] = {
-    "block map": ("block_map", lambda recording, step: block_map(recording, step, steps=[step])),
-    "tables": ("block_tables", lambda recording, step: block_tables(recording, step, steps=[step])),
-    "timeline": ("timeline", lambda recording, step: timeline(recording, step=step)),
+VIEWS: dict[str, tuple[str, Callable[..., Picture]]] = {
+    "block map": ("block_map", block_map),
+    "tables": ("block_tables", block_tables),
+    "timeline": ("timeline", timeline),
     "memory": ("memory", memory),
     "queues": ("queues", queues),
 }
+OF_ONE_STEP = ("block map", "tables")  # the other views show how it came to that
 MAX_TEXTS = 20
 STORED_BYTES = 60_000
 """What the frames of the picture that a notebook keeps of the panel may take."""
 
 
-def explore(what: Any) -> Explorer:
+def explore(what: Any, view: str = "block map") -> Explorer:
     """A live panel for an `LLM` made with record=True, or a viewer for a flight record. End a cell with it.
 
+    view   the picture that it opens with, one of VIEWS; a stored notebook keeps this one, with a slider
     One panel an engine: a second call, such as running the cell again, closes the first.
-    Raises ValueError for an llm that keeps no record.
+    Raises ValueError for an llm that keeps no record, and for a view that there isn't.
     """
+    if view not in VIEWS:
+        raise ValueError(f"view is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
     session = None if isinstance(what, Recording) else Session(what)
     recording = what if session is None else session.recorder
     earlier = _panels.pop(recording, None)
     if earlier is not None:
         earlier.shut_down()
-    panel = _panels[recording] = Explorer(recording, session)
+    panel = _panels[recording] = Explorer(recording, session, view)
     return panel
 
 
@@ -61,7 +65,7 @@ _panels: WeakKeyDictionary[Recording, Explorer] = WeakKeyDictionary()
 class Explorer(widgets.VBox):
     """See `explore`. A click does one thing to the session, and then everything is drawn from the record again."""
 
-    def __init__(self, recording: Recording, session: Session | None) -> None:
+    def __init__(self, recording: Recording, session: Session | None, view: str) -> None:
         self.recording = recording
         self.session = session
         self._runner: asyncio.Task | None = None
@@ -73,7 +77,7 @@ class Explorer(widgets.VBox):
         self.amount = _number(widgets.BoundedIntText, 4, "blocks", min=1, max=1_000_000)
         self.message = widgets.HTML()
         self.step_slider = widgets.IntSlider(description="step", min=0, max=0, layout=_wide(), continuous_update=False)
-        self.view = widgets.ToggleButtons(options=list(VIEWS), style={"button_width": "auto"})
+        self.view = widgets.ToggleButtons(options=list(VIEWS), value=view, style={"button_width": "auto"})
         self.figure = widgets.Output(layout=widgets.Layout(min_height="320px", width="100%"))
         self.words = widgets.HTML()
         controls = [] if session is None else self._controls()
@@ -113,11 +117,11 @@ class Explorer(widgets.VBox):
 
     def draw(self) -> None:
         """The chosen picture of the chosen step, and its words. Replaces what stood there, whatever that was."""
-        name, make = VIEWS[self.view.value]
         step = self.step_slider.value if self.recording.steps else None
-        picture = make(self.recording, step) if step is not None else block_map(self.recording)
+        steps = {"steps": [step]} if self.view.value in OF_ONE_STEP else {}
+        picture = self._picture(step=step, budget=0, **steps)
         self.figure.outputs = ({"output_type": "display_data", "data": still(picture), "metadata": {}},)
-        words = escape(describe(self.recording, step, name) + self._texts(), quote=False)
+        words = escape(describe(self.recording, step, VIEWS[self.view.value][0]) + self._texts(), quote=False)
         self.words.value = f"<pre style='white-space:pre-wrap;line-height:1.35'>{words}</pre>"
 
     async def run(self) -> None:
@@ -141,6 +145,11 @@ class Explorer(widgets.VBox):
     def close_all(self) -> None:
         for widget in (*self.children, self):
             widget.close()
+
+    def _picture(self, **options: Any) -> Picture:
+        """The chosen one; before the first step, the word that there is nothing to see yet."""
+        _, make = VIEWS[self.view.value]
+        return make(self.recording, **options) if self.recording.steps else nothing_recorded()
 
     def _controls(self) -> list[widgets.Widget]:
         session = self.session
@@ -198,8 +207,8 @@ class Explorer(widgets.VBox):
         return "\n\n" + "\n".join(lines) if lines else ""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """Where no kernel runs, the block map as it was when the panel was made, with its slider, and its words."""
-        picture = block_map(self.recording, budget=STORED_BYTES)
+        """Where no kernel runs, the picture that the panel shows when the cell is run, with a slider, and its words."""
+        picture = self._picture(budget=STORED_BYTES)
         words = Facts(f"explorer (run the cell for the live panel)\n{picture.facts}")
         return super()._repr_mimebundle_(**kwargs) | picture._repr_mimebundle_() | {"text/plain": words}
 
