@@ -43,7 +43,8 @@ def by_plain_forward(model, ids, said, params, seed):
 
 def request_of(engine, request_id):
     scheduler = engine.scheduler
-    return next(r for r in [*scheduler.running, *scheduler.waiting, *scheduler.followers.values()] if r.request_id == request_id)
+    everybody = [*scheduler.running, *scheduler.waiting, *scheduler.followers.values()]
+    return next(request for request in everybody if request.request_id == request_id)
 
 
 def tokens(output, index=0):
