@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +15,19 @@ from labcore.outputs import CompletionOutput, RequestOutput
 from labcore.request import Request
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A beam's likeliest next tokens, (token id, log-probability), and how often it had been preempted when it made them."""
+
+    candidates: list[tuple[int, float]]
+    num_preemptions: int
+
+
 class BeamGroup(Group):
     """All beams of one prompt. A round of the search takes place when every beam's candidates are there.
 
     They may come in different steps: a beam that was preempted is still being computed while its siblings stand ready.
+    What a beam has offered is void once it is preempted: it is computed again, and offers again.
     """
 
     def __init__(
@@ -29,18 +38,18 @@ class BeamGroup(Group):
         self.search = search
         self._root = root
         self._tokenizer = tokenizer
-        self._candidates: dict[str, list[tuple[int, float]]] = {}
+        self._offers: dict[str, Offer] = {}
         self._births = 1
         self._aborted = False
 
     def take(self, request: Request, candidates: list[tuple[int, float]]) -> Change:
         """A beam's likeliest next tokens are there. Nothing changes before the last beam's are."""
-        self._candidates[request.request_id] = candidates
-        if len(self._candidates) < len(self.requests):
-            return Change()
+        self._offers[request.request_id] = Offer(candidates, request.num_preemptions)
         parents = self.requests
-        branches = self.search.advance([self._candidates[beam.request_id] for beam in parents])
-        self._candidates.clear()
+        if not all(self._has_offered(beam) for beam in parents):
+            return Change()
+        branches = self.search.advance([self._offers[beam.request_id].candidates for beam in parents])
+        self._offers.clear()
         change, continued, grown = Change(), set(), []
         for branch in branches:
             beam = parents[branch.parent]
@@ -84,6 +93,10 @@ class BeamGroup(Group):
             replace(root.metrics, num_preemptions=root.num_preemptions),
             finished=self.finished,
         )
+
+    def _has_offered(self, beam: Request) -> bool:
+        offer = self._offers.get(beam.request_id)
+        return offer is not None and offer.num_preemptions == beam.num_preemptions
 
     def _child_of(self, parent: Request) -> Request:
         """A request with the parent's tokens so far, right behind it in the order of arrival."""

@@ -93,11 +93,10 @@ class Gate:
     def _blocks_needed(self, num_prompt_tokens: int, limit: int, beam_width: int) -> int:
         """Blocks of one finished sequence, whose last token needs no KV; or of all beams of a search, at their worst.
 
-        Beams share the full blocks of their prompt. Without a prefix cache, one that was preempted computes its own.
+        Beams share the blocks of their prompt, but those that are preempted and come back in one step each compute their
+        own. A search must fit even then, or its beams would wait for a sibling that never finds room.
         """
-        whole = -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)
-        shared = num_prompt_tokens // self.pool.block_size if self.config.enable_prefix_caching else 0
-        return whole if beam_width == 1 else shared + beam_width * (whole - shared)
+        return beam_width * -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)
 
     def _token_range(self) -> str:
         return f"0 … {self.loaded.vocab_size - 1:,} for this model"
