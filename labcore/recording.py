@@ -160,6 +160,15 @@ class Recording:
             self._follow(record.after, names, idle, caught_up, runs)
         return [Span(names[number], *piece) for number, run in runs.items() for piece in run]
 
+    def token_times(self) -> dict[str, list[float]]:
+        """When each request gained its tokens: seconds at the end of the step, request id → ascending. No token, no entry."""
+        names = self.request_ids()
+        times: dict[str, list[float]] = {}
+        for record in self.records:
+            for number, _ in pairs(record.tokens):
+                times.setdefault(names[number], []).append(record.start + record.duration)
+        return times
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Tokens as text; as ids in brackets when the record has no decoder. Unknown tokens (below 0) are left out."""
         known = [token for token in token_ids if token >= 0]
