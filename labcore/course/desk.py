@@ -17,7 +17,7 @@ from string import ascii_lowercase
 from zlib import crc32
 
 from labcore.blocks import BlockPool
-from labcore.chunking import ChunkedPrefill
+from labcore.chunking import ChunkedPrefill, ChunkPolicy
 from labcore.integrity import check_integrity
 from labcore.prefix import HashedPrefixCache, PrefixCache
 from labcore.recorder import Recorder
@@ -33,6 +33,7 @@ class Desk:
 
     prefix_cache   class or instance
     num_blocks, block_size, budget   of pool and scheduler
+    chunking       how much of a prompt goes into a step; as much as there is room for, if None
     foreign        what was read that is not the reader's own text, in words; empty if all is well
     computed       letters computed so far
     film           the flight record
@@ -45,6 +46,7 @@ class Desk:
         num_blocks: int = 12,
         block_size: int = 4,
         budget: int = 64,
+        chunking: ChunkPolicy | None = None,
     ) -> None:
         cache = prefix_cache(block_size) if isinstance(prefix_cache, type) else prefix_cache
         self.pool = BlockPool(num_blocks, block_size)
@@ -52,7 +54,7 @@ class Desk:
             self.pool,
             max_num_seqs=8,
             max_num_batched_tokens=budget,
-            chunking=ChunkedPrefill(),
+            chunking=ChunkedPrefill() if chunking is None else chunking,
             prefix_cache=cache,
             preemption=Recompute(),
             policy=FirstComeFirstServed(),

@@ -48,6 +48,8 @@ PROMPTS = (
 )
 MAX_TOKENS = 16
 ENGINE = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "seed": 0}
+SPECIAL = {"chunking": {"max_num_batched_tokens": 16}}
+"""Settings of both engines that give a kind of part something to do: here, nearly every prompt comes in pieces."""
 LIMIT_SECONDS = 300
 
 
@@ -134,9 +136,10 @@ def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:
 def compare(seam: str, part: Any, loaded: LoadedModel, limit: float = LIMIT_SECONDS) -> Proof:
     """Fly both engines over the prompts and say whether, or from which step on, they differ."""
     name = f"{seam}={getattr(part, '__name__', type(part).__name__)}"
-    ours = fly(loaded, {}, max_steps=10_000)
+    special = SPECIAL.get(seam, {})
+    ours = fly(loaded, special, max_steps=10_000)
     theirs = Flight()
-    outcome = run_limited(lambda: fly(loaded, {seam: part}, 4 * len(ours.steps) + 8, theirs), limit)
+    outcome = run_limited(lambda: fly(loaded, {**special, seam: part}, 4 * len(ours.steps) + 8, theirs), limit)
     if outcome.timed_out:
         theirs.trouble = f"it was still running after {limit:g} s{', ' if outcome.place else ''}{outcome.place}"
     elif outcome.error is not None:
@@ -145,12 +148,12 @@ def compare(seam: str, part: Any, loaded: LoadedModel, limit: float = LIMIT_SECO
 
 
 def fly(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, flight: Flight | None = None) -> Flight:
-    """Serve the prompts greedily, with `parts` in the engine, and write every step into the flight."""
+    """Serve the prompts greedily, with `parts` and settings in the engine, and write every step into the flight."""
     from labcore.llm import LLM
     from labcore.sampling_params import SamplingParams
 
     flight = Flight() if flight is None else flight
-    engine = LLM(loaded, **ENGINE, **parts).engine
+    engine = LLM(loaded, **{**ENGINE, **parts}).engine
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
         engine.add_request(f"r{number}", _encode(loaded, prompt), params)
