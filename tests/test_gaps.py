@@ -30,6 +30,11 @@ def test_a_gap_of_more_than_twice_the_median_of_the_first_run_is_a_bar_with_its_
     assert none["x"] == [None]
 
 
+def test_a_bar_too_narrow_for_its_length_has_none_on_it():
+    bars, _, _ = panels(gaps({"s0": [0, 1, 2, 5, 200]}))[0]
+    assert bars["x"] == [3, 195] and bars["text"] == ["", "195"]
+
+
 def test_what_counts_as_long_can_be_said():
     bars, _, _ = panels(gaps(PIECES, long=1.2))[0]
     assert bars["x"] == [1.5] * 4
@@ -38,7 +43,7 @@ def test_what_counts_as_long_can_be_said():
 def test_all_panels_share_one_scale_and_do_not_overlap():
     layout = gaps(WHOLE, PIECES, WHOLE).data_json()["layout"]
     axes = [layout[f"xaxis{suffix}"] for suffix in ("", "2", "3")]
-    assert axes[0]["range"] == axes[1]["range"] == axes[2]["range"] and axes[0]["range"][0] == 1
+    assert axes[0]["range"] == axes[1]["range"] == axes[2]["range"] and 0 < axes[0]["range"][0] < 1
     domains = [layout[f"yaxis{suffix}"]["domain"] for suffix in ("", "2", "3")]
     assert all(low < high for low, high in domains)
     assert all(upper[0] > lower[1] for upper, lower in zip(domains, domains[1:], strict=False))

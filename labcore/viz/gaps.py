@@ -21,6 +21,8 @@ Run = Mapping[str, Sequence[float]]
 MAX_ROWS = 40
 LONG = 2.0
 """A gap is long from so many times the median gap on."""
+NARROW = 0.035
+"""A bar below this share of the picture has no room for its length; the words and the pointer have it."""
 
 
 def gaps(
@@ -47,6 +49,7 @@ def gaps(
     heights = [74 + 15 * max(3, len(run)) for run in runs]
     stop = max(times[-1] for run in runs for times in run.values() if times)
     start = min(times[0] for run in runs for times in run.values() if times)
+    margin = 0.01 * (stop - start)
     layout: dict[str, Any] = {
         "height": 70 + sum(heights),
         "barmode": "overlay",
@@ -61,11 +64,11 @@ def gaps(
         bottom = max(0.0, top - heights[k] / sum(heights))
         domain = [round(bottom + 0.02, 4), round(top - 44 / sum(heights), 4)]
         on = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
-        traces += [trace | on for trace in _panel(run, notes, long, unit, first=k == 0)]
+        traces += [trace | on for trace in _panel(run, notes, long, unit, NARROW * (stop - start), first=k == 0)]
         last = k == len(runs) - 1
         layout[f"xaxis{suffix}"] = axis(
-            unit if last else "", range=[start, stop + 0.01 * (stop - start)], anchor=f"y{suffix}", showticklabels=last,
-            **({} if last else {"matches": f"x{len(runs)}"}),
+            unit if last else "", range=[_plain(start - margin), _plain(stop + margin)], anchor=f"y{suffix}",
+            showticklabels=last, **({} if last else {"matches": f"x{len(runs)}"}),
         )  # fmt: skip
         layout[f"yaxis{suffix}"] = _rows(run, domain, f"x{suffix}")
         layout["annotations"] += _notes(title, notes, domain, f"x{suffix}", start)
@@ -119,7 +122,9 @@ def _longest(times: Sequence[float], unit: str) -> str:
     return f"{len(times)} tokens, longest gap {after - before:.4g} {unit} ({before:.4g} – {after:.4g})"
 
 
-def _panel(run: Run, notes: Mapping[str, float], long: float, unit: str, first: bool) -> list[dict[str, Any]]:
+def _panel(
+    run: Run, notes: Mapping[str, float], long: float, unit: str, narrow: float, first: bool
+) -> list[dict[str, Any]]:
     """Bars of the long gaps, strokes of the tokens, lines of what happened."""
     bars = [
         (row, before, after)
@@ -136,8 +141,8 @@ def _panel(run: Run, notes: Mapping[str, float], long: float, unit: str, first: 
             "y": [row for row, _, _ in bars] or [None],
             "base": [_plain(before) for _, before, _ in bars] or [None],
             "x": [_plain(after - before) for _, before, after in bars] or [None],
-            "text": [f"{after - before:.3g}" for _, before, after in bars] or [""],
-            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+            "text": [f"{after - before:.3g}" if after - before > narrow else "" for _, before, after in bars] or [""],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none",
             "insidetextfont": {"color": INK, "size": 10},
             "hovertemplate": f"%{{x:.4g}} {unit} from %{{base:.4g}} on<extra></extra>",
             "marker": {"color": fill, "line": {"color": FAINT, "width": 0.6}, "pattern": hatch(fill, pattern)},
