@@ -25,8 +25,8 @@ BENCHMARKS: Table = {
     "engine": ("labcore.bench.engine", "tokens per second against transformers, on this machine's CPU"),
     "blocks": ("labcore.bench.blocks", "time of one allocate/free pair, for pools of 10^3 to 10^6 blocks"),
     "scheduler": ("labcore.bench.scheduler", "time of planning a step, 1,000 requests running and up to 100,000 waiting"),
+    "recorder": ("labcore.bench.recorder", "flight recorder: share of the engine's time, size of a run's file"),
     "prefix": ("labcore.bench.prefix", "prefix cache: look-up time, overhead, memory saved by sharing"),
-    "chunking": ("labcore.bench.chunking", "gaps of running streams while a long prompt comes, by budget"),
 }
 COMMANDS: Table = {
     "generate": ("labcore.commands.generate", "continue or answer a prompt"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from tiny_models import prompt, tiny
 
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.blocks import BlockPool
 from labcore.models import from_model
-from labcore.recorder import Recorder
 from labcore.request import RequestStatus
 
 
@@ -130,39 +127,6 @@ def test_a_learners_own_pool_is_recorded_without_knowing_of_it():
 
 def test_nothing_is_recorded_unless_asked_for():
     assert LLM(from_model(tiny("llama")), block_size=4, num_blocks=16).engine.recorder is None
-
-
-class Timed:
-    """Stands before a recorder and adds up the time its calls take."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.seconds = recorder, 0.0
-
-    def __getattr__(self, name: str):
-        call = getattr(self.recorder, name)
-        if not callable(call):
-            return call
-
-        def timed(*arguments):
-            start = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
-
-
-@pytest.mark.slow
-def test_recording_takes_less_than_a_twentieth_of_the_engines_time(smollm2):
-    llm = LLM("smollm2-135m", num_blocks=512, record=True, max_num_seqs=32)
-    timed = llm.engine.recorder = Timed(llm.engine.recorder)
-    prompts = [[1 + i, *range(100, 140)] for i in range(32)]
-    start = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    share = timed.seconds / (time.perf_counter() - start)
-    assert len(timed.steps) == 8
-    assert share < 0.05, f"{share:.1%}"
 
 
 def test_a_waiting_request_is_recorded_as_waiting():
