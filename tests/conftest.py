@@ -12,6 +12,10 @@ from hypothesis import settings
 
 # Before anything imports huggingface_hub: a test that would reach for the network fails at once, here as on a train.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Workers side by side share the cores, with the kernels and commands that they start; OpenMP would give all to each.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
 # Notebooks run under nbval keep a learner's progress in memory, so that their outputs are the same on every machine.
 os.environ["LABCORE_PROGRESS"] = "off"
 

@@ -82,14 +82,18 @@ def fetch(asked: argparse.Namespace) -> int:
     return run(asked.venv, "-m", "labcore.cli", "fetch")
 
 
+SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
+"""For pytest: one worker a core, and no more than memory allows. A file stays with one: a notebook's cells need each other."""
+
+
 def test(asked: argparse.Namespace) -> int:
     """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed."""
-    return run(asked.venv, "-m", "pytest", "--nbval", "--nbval-current-env", "tests", "notebooks")
+    return run(asked.venv, "-m", "pytest", *SIDE_BY_SIDE, "--nbval", "--nbval-current-env", "tests", "notebooks")
 
 
 def test_fast(asked: argparse.Namespace) -> int:
     """The tests that take seconds: no model, no browser, nothing slow."""
-    return run(asked.venv, "-m", "pytest", "tests", "-m", "not slow and not model and not browser")
+    return run(asked.venv, "-m", "pytest", *SIDE_BY_SIDE, "tests", "-m", "not slow and not model and not browser")
 
 
 def notebooks(asked: argparse.Namespace) -> int:
