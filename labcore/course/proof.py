@@ -70,6 +70,9 @@ class Flight:
     num_preemptions: int = 0
     trouble: str = ""
 
+    def __str__(self) -> str:
+        return f"{len(self.steps)} steps and {self.num_preemptions} preemption{'s' * (self.num_preemptions != 1)}"
+
     def final_tokens(self) -> dict[str, list[int]]:
         return {request: tokens for step in self.steps for request, tokens in step.tokens.items()}
 
@@ -177,13 +180,11 @@ def judge_flights(name: str, ours: Flight, theirs: Flight, may_plan: bool) -> Pr
         if theirs.final_tokens().get(request) != tokens:
             return Proof(name, False, _other_words(request, tokens, theirs.final_tokens().get(request, [])))
     said = f"{len(ours.final_tokens())} prompts, {sum(map(len, ours.final_tokens().values()))} tokens, all identical"
-    steps = f"{len(ours.steps)} steps and {ours.num_preemptions} preemptions"
     if ours.steps == theirs.steps:
-        return Proof(name, True, f"{said}; free blocks and table lengths agree throughout {steps}.")
-    their_steps = f"{len(theirs.steps)} steps and {theirs.num_preemptions} preemptions"
+        return Proof(name, True, f"{said}; free blocks and table lengths agree throughout {ours}.")
     if may_plan:
-        return Proof(name, True, f"{said}; it plans otherwise, {their_steps}, ours {steps}.")
-    return Proof(name, False, f"{said}, but {their_steps}, ours {steps}.")
+        return Proof(name, True, f"{said}; it plans otherwise, {theirs}, ours {ours}.")
+    return Proof(name, False, f"{said}, but {theirs}, ours {ours}.")
 
 
 def first_difference(ours: list[StepFacts], theirs: list[StepFacts]) -> int | None:
