@@ -159,7 +159,7 @@ def test_the_exported_page_works_alone_and_shows_odd_names(tmp_path):
 
 @pytest.mark.model
 @pytest.mark.parametrize("number", ["00", "01", "02"])
-def test_the_courses_notebooks_run_and_draw(tmp_path, number, smollm2):
+def test_the_courses_notebooks_run_draw_and_let_themselves_be_explored(tmp_path, number, smollm2):
     notebook = next(NOTEBOOKS.glob(f"{number}_*.ipynb"), None)
     if notebook is None:
         pytest.skip(f"notebook {number} is not written yet")
@@ -174,7 +174,48 @@ def test_the_courses_notebooks_run_and_draw(tmp_path, number, smollm2):
             slide(page, 0, index)
             slide(page, 1, index)
         assert number != "02" or sliders > 0
+        EXPLORERS[number](page)
         assert watched.errors == []
+
+
+def three_people_go_on_from_mid_sentence(page) -> None:
+    expect_words(page, r"step 59   64 blocks: 3 owned.*\n(.*\n)*.*ana\(0\)")
+    press(page, "step")
+    expect_words(page, r"step 60 .*\n(.*\n)*\nana  ' the planet of the")
+    press(page, "submit")
+    press(page, "step")
+    expect_words(page, r"step 61   64 blocks: 4 owned")
+
+
+def a_run_that_is_over_takes_a_prompt_more(page) -> None:
+    expect_words(page, r"KV slots of 1,024 in the pool\n")
+    press(page, "block map")
+    expect_words(page, r"step 16   64 blocks: 0 owned")
+    press(page, "step")
+    page.get_by_text("nothing to do — submit a prompt first").wait_for()
+    press(page, "submit")
+    press(page, "step")
+    expect_words(page, r"step 17   64 blocks: 1 owned")
+
+
+def bo_and_his_twin_part(page) -> None:
+    expect_words(page, r"step 21   2 tables list 4 blocks; 3 different ones, 1 shared")
+    press(page, "fork")
+    page.get_by_text("forked; it owns the same blocks").wait_for()
+    press(page, "step")
+    expect_words(page, r"step 22   3 tables list 6 blocks; 4 different ones, 1 shared\n.*bo .*\n.*twin .*\n.*bo-fork1 ")
+    page.locator(".js-plotly-plot .gtitle").filter(has_text="step 22   3 tables list 6 blocks").wait_for()
+    press(page, "abort")
+    press(page, "step")
+    expect_words(page, r"step 23   2 tables list 6 blocks; 5 different ones, 1 shared\n.*twin .*\n.*bo-fork1 ")
+
+
+EXPLORERS = {
+    "00": three_people_go_on_from_mid_sentence,
+    "01": a_run_that_is_over_takes_a_prompt_more,
+    "02": bo_and_his_twin_part,
+}
+"""What the reader of each notebook does at its explorer, and sees."""
 
 
 def clear_outputs(path: Path) -> int:
