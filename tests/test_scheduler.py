@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -164,6 +164,29 @@ def test_no_more_prompts_are_left_half_done_than_allowed_and_short_ones_overtake
     assert list(bench.finished) == ["short", "long"]
 
 
+@pytest.mark.parametrize("prompt", range(1, 14))
+def test_a_pool_that_just_holds_a_request_serves_it_without_a_preemption(prompt):
+    """Case: whether one more token fits was asked on the wrong side of the block's edge. Its last token needs no KV."""
+    bench = Bench(num_blocks=-(-(prompt + 7) // 4), block_size=4, watermark=1)
+    request = bench.add("r", prompt, 8)
+    assert bench.run() == 8 and request.num_preemptions == 0 and bench.computed["r"] == prompt + 7
+
+
+def test_requests_of_any_lengths_share_every_step_and_compute_each_token_once():
+    """Case: requests were grouped by length, and whoever was not in the chosen group was preempted."""
+    bench = Bench(num_blocks=100, block_size=16, budget=200)
+    bench.add("ana", 120, 60)
+    bench.add("bo", 50, 60)
+    for _ in range(50):
+        bench.step()
+    bench.add("cy", 51, 60)
+    assert bench.step().num_scheduled_tokens == {"ana": 1, "bo": 1, "cy": 51}
+    assert bench.step().num_scheduled_tokens == {"ana": 1, "bo": 1, "cy": 1}
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.computed == {"ana": 120 + 59, "bo": 50 + 59, "cy": 51 + 59}
+
+
 def test_equal_requests_are_admitted_in_order_of_arrival():
     bench = Bench(max_num_seqs=2, num_blocks=64)
     for name in "hgfedcba":
@@ -230,6 +253,28 @@ def test_preemption_for_a_slot_never_swings_between_equals():
     steps = bench.run()
     assert {name: r.num_preemptions for name, r in bench.finished.items()} == {"urgent": 0, "r2": 1, "r1": 0}
     assert steps <= 30 + 30 + 2 + 5
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=2, max_size=12),
+    max_num_seqs=st.integers(1, 3),
+    aging=st.sampled_from([1, 3, 1000]),
+)
+@settings(max_examples=60)
+def test_with_blocks_to_spare_nobody_steps_back_more_often_than_somebody_more_urgent_arrives(
+    arrivals, max_num_seqs, aging
+):
+    """An arrival is (priority, steps since the one before). However long somebody has waited: never for an equal."""
+    bench = Bench(num_blocks=1000, max_num_seqs=max_num_seqs, policy="priority", aging=aging)
+    asked = []
+    for i, (priority, wait) in enumerate(arrivals):
+        for _ in range(wait):
+            if bench.requests:
+                bench.step()
+        asked.append(bench.add(f"r{i}", 3, 9, priority))
+    bench.run()
+    for i, request in enumerate(asked):
+        assert request.num_preemptions <= sum(priority < arrivals[i][0] for priority, _ in arrivals[i + 1 :])
 
 
 @pytest.mark.parametrize("aging", [3, 10, 40])
@@ -379,14 +424,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.bench.requests)
     @rule()
     def step(self):
-        bench = self.bench
-        entitled = bench.scheduler.policy.entitlement
+        bench, scheduler = self.bench, self.bench.scheduler
+        entitled, budget = scheduler.policy.entitlement, scheduler.max_num_batched_tokens
+        ran, free = list(scheduler.running), scheduler.pool.num_free
+        decoding = [request.request_id for request in ran if request.num_uncomputed_tokens == 1]
+        wanted = sum(request.table.blocks_needed(min(request.num_uncomputed_tokens, budget)) for request in ran)
         plan = bench.step()
-        assert 0 < plan.num_tokens <= bench.scheduler.max_num_batched_tokens
+        assert 0 < plan.num_tokens <= budget
         assert not set(plan.preempted) & set(plan.num_scheduled_tokens)
-        if plan.preempted and bench.scheduler.running:
-            weakest = max(map(entitled, bench.scheduler.running))
+        if plan.preempted and scheduler.running:
+            weakest = max(map(entitled, scheduler.running))
             assert all(entitled(bench.requests[name]) > weakest for name in plan.preempted)
+        if plan.preempted and isinstance(scheduler.policy, FirstComeFirstServed):
+            assert wanted > free, "somebody stepped back while there were blocks for everybody"
+        if budget > len(ran):
+            left_out = set(decoding) - set(plan.preempted) - {n for n, m in plan.num_scheduled_tokens.items() if m == 1}
+            assert not left_out, "who decodes gains a token in every step"
+        admitted = [request for request in scheduler.running if request not in ran]
+        if admitted and len(scheduler.waiting):
+            assert max(map(entitled, admitted)) < min(map(entitled, scheduler.waiting)), "somebody was overtaken"
 
     @precondition(lambda self: self.bench.scheduler.running)
     @rule()
@@ -399,6 +455,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_request_is_in_one_place_and_every_block_has_its_owners(self):
         if hasattr(self, "bench"):
             check_integrity(self.bench.scheduler, self.bench.requests.values())
+
+    @invariant()
+    def who_was_never_preempted_has_computed_each_token_once(self):
+        for request in [*self.bench.requests.values(), *self.bench.finished.values()] if hasattr(self, "bench") else []:
+            if request.num_preemptions == 0:
+                assert self.bench.computed[request.request_id] == request.num_computed_tokens
 
     @invariant()
     def no_token_is_lost_or_repeated(self):
