@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from engines import greedy, poisoned_llm, run
+import torch
+from engines import greedy, its_own_attention, poisoned_llm, run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -158,14 +159,23 @@ def test_the_text_before_a_block_belongs_to_its_key():
     assert bench.finished["r1"].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("a, b", [(65, 321), (1, 65537), (0, 2**31), (256, 1)])
-def test_token_ids_count_in_full(a, b):
-    """Case: ids cut to eight bits made 65 and 321 one and the same."""
+@pytest.mark.parametrize("a, b", [
+    ([65] * 4, [321] * 4), ([1] * 4, [65537] * 4), ([0] * 4, [2**31] * 4), ([256] * 4, [1] * 4), ([0] * 4, [1, 0, 0, 0]),
+    ([1, 23, 4, 5], [12, 3, 4, 5]), ([1, 0, 0, 0], [0, 1, 0, 0]), ([0, 0, 0, 1], [0, 0, 1, 0]),
+])
+def test_token_ids_count_in_full_and_in_their_place(a, b):
+    """Case: ids cut to eight bits made 65 and 321 one and the same; ids joined as text, [1, 23] and [12, 3]."""
     bench = Bench()
-    bench.add([a] * 4 + [0])
+    bench.add([*a, 0])
     bench.run()
-    bench.add([b] * 4 + [0])
+    bench.add([*b, 0])
     assert bench.run().finished["r1"].num_cached_tokens == 0
+
+
+def test_a_first_block_has_another_key_than_the_same_block_behind_any_other():
+    content = bytes(16)
+    keys = {block_key(parent, content) for parent in (b"", bytes(16), block_key(b"", content), b"\xff" * 16)}
+    assert len(keys) == 4 and all(len(key) == 16 for key in keys)
 
 
 def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
@@ -216,6 +226,18 @@ def test_the_least_recently_used_go_first_and_tails_before_heads():
     bench.run()
     assert bench.finished["old head"].num_cached_tokens == 4
     assert bench.scheduler.pool.num_free == 8
+
+
+@pytest.mark.parametrize("budget", [64, 4])
+def test_what_is_evicted_is_the_end_of_a_text_and_never_its_head(budget):
+    """Case: all blocks of a finished request had one age, and now and then its head went first."""
+    for i in range(200):
+        bench = Bench(num_blocks=3, budget=budget)
+        text = [5 * i + token for token in range(12)]
+        for prompt, found in ((text, 0), ([7, 7, 7, 7 + i], 0), (text, 8)):
+            request = bench.add(prompt)
+            bench.run()
+            assert request.num_cached_tokens == found
 
 
 def test_idle_cached_blocks_count_as_free_and_are_counted_once():
@@ -379,6 +401,46 @@ def test_caching_changes_no_token_whatever_the_pool_the_budget_and_the_order(mod
         done = run(llm.engine)
         assert [done[f"r{i}"].outputs[0].token_ids for i in range(len(asked))] == expected
         assert llm.engine.stats()["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("budget", [2048, 24])
+def test_logprobs_are_complete_and_the_same_whether_or_not_the_prompt_was_found(model, length, budget):
+    """Case: log-probabilities were missing, or shifted, as soon as a whole block of the prompt came from the cache."""
+    llm = poisoned_llm(from_model(model), num_blocks=32, block_size=16, max_num_batched_tokens=budget)
+    asked = nested_prompts(4, seed=length)[1][:1] + list(range(1, length))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
+    first, second = (llm.generate(asked, params)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (length - 1) // 16 * 16)
+    whole = [*asked, *first.outputs[0].token_ids]
+    with its_own_attention(model):
+        plain = model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
+    for output in (first.outputs[0], second.outputs[0]):
+        assert output.token_ids == first.outputs[0].token_ids and len(output.logprobs) == 4
+        for i, logprobs in enumerate(output.logprobs):
+            assert len(logprobs) == 3 and output.token_ids[i] in logprobs
+            expected = {token: plain[length - 1 + i, token].item() for token in logprobs}
+            assert logprobs == pytest.approx(expected, abs=1e-4)
+    llm.engine.check_integrity()
+
+
+def test_logprobs_do_not_depend_on_the_order_in_which_prompts_with_a_common_beginning_come(model):
+    trunk = [1 + i % 90 for i in range(32)]
+    asked = {name: [*trunk, *range(100, 100 + more)] for name, more in (("a", 8), ("b", 16), ("c", 18))}
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
+    shared = poisoned_llm(from_model(model), num_blocks=32, block_size=16)
+    seen = {name: [] for name in asked}
+    for order in ("abc", "cba", "bac"):
+        for llm in (poisoned_llm(from_model(model), num_blocks=32, block_size=16), shared):
+            for name, output in zip(order, llm.generate([asked[name] for name in order], params), strict=True):
+                seen[name].append(output.outputs[0])
+            llm.engine.check_integrity()
+    assert shared.engine.stats()["prefix_cache_hits"] >= 32 * 6
+    for first, *others in seen.values():
+        for other in others:
+            assert other.token_ids == first.token_ids
+            for ours, theirs in zip(other.logprobs, first.logprobs, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-3)
 
 
 def test_an_empty_cache_of_ones_own_is_plugged_in_and_not_taken_for_none(model):
