@@ -1,5 +1,6 @@
 """Beam search: the algorithm against transformers', and the forks that carry it out in the engine."""
 
+import math
 import random
 
 import pytest
@@ -206,6 +207,35 @@ def test_the_parent_of_a_beam_is_the_one_that_offered_its_token():
     assert [beam.token_ids for beam in search.beams] == [(2, 5), (2, 6)]
 
 
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(25))
+def test_a_search_that_is_wide_enough_finds_the_best_of_all_texts_there_are(seed, length_penalty):
+    """A made-up model of 4 tokens and texts of 4: all 256 are counted out, with the sums of their log-probabilities."""
+    depth, sums = 4, {(): 0.0}
+    for _ in range(depth):
+        sums |= {(*text, token): sums[text] + logprob for text in list(sums) for token, logprob in offers_of(text, seed)}
+    best = sorted((text for text in sums if len(text) == depth), key=lambda text: -sums[text])
+    for width in (1, 3, 64):
+        params = BeamSearchParams(beam_width=width, max_tokens=depth, length_penalty=length_penalty)
+        search = BeamSearch(params, eos_token_ids=[], max_tokens=depth)
+        while not search.done:
+            search.advance([offers_of(beam.token_ids, seed) for beam in search.beams])
+        found = search.best()
+        assert all(text.logprob == pytest.approx(sums[text.token_ids]) for text in found)
+        assert [text.score for text in found] == sorted((text.score for text in found), reverse=True)
+        assert len({text.token_ids for text in found}) == width
+        if width == 64:
+            assert [text.token_ids for text in found] == best[:64]
+
+
+def offers_of(text, seed):
+    """All tokens that can come after a text, with their log-probabilities, the likeliest first."""
+    dice = random.Random(f"{seed} {text}")
+    weights = [dice.random() for _ in range(4)]
+    offers = [(token, math.log(weight / sum(weights))) for token, weight in enumerate(weights)]
+    return sorted(offers, key=lambda offer: -offer[1])
+
+
 def test_an_end_token_counts_only_among_the_best_of_its_round():
     search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=5), eos_token_ids=[9], max_tokens=5)
     search.advance([[(1, -0.1), (2, -0.2), (9, -0.3), (3, -1.0)]])
@@ -214,10 +244,14 @@ def test_an_end_token_counts_only_among_the_best_of_its_round():
     assert [text.token_ids for text in search.finished] == [(1, 9)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_beam_selections_keep_refcounts_exact_and_never_free_twice(seed):
+@pytest.mark.parametrize("hundred", range(5))
+def test_random_beam_selections_keep_refcounts_exact_and_never_free_twice(hundred):
     """Case: block size 4, a prompt of 30, four beams dropped and duplicated at will for 12 rounds in a pool of 40."""
-    rng, pool = random.Random(seed), BlockPool(40, 4)
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        follow_random_beams(random.Random(seed), BlockPool(40, 4))
+
+
+def follow_random_beams(rng, pool):
     root = BlockTable(pool)
     root.append(30)
     beams = [root] + [root.fork() for _ in range(3)]
