@@ -45,6 +45,17 @@ def test_a_step_returns_an_output_for_each_request_that_gained_a_token(loaded):
     engine.check_integrity()
 
 
+def test_an_engine_with_nothing_to_do_steps_and_does_nothing(loaded):
+    """Case: a loop that was started before the first request came fell over."""
+    engine = LLM(loaded, num_blocks=8).engine
+    for _ in range(3):
+        assert engine.step() == [] and not engine.has_unfinished_requests()
+    engine.add_request("r", prompts(3)[0], flat_out(2))
+    engine.abort("r")
+    assert engine.step() == [] and engine.stats()["num_free_blocks"] == 8
+    engine.check_integrity()
+
+
 def test_outputs_are_cumulative_snapshots_that_later_steps_leave_alone(loaded):
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4).engine
     engine.add_request("r", prompts(5)[0], flat_out(6, logprobs=2))
@@ -144,6 +155,26 @@ def test_a_prompt_is_computed_once_for_all_its_continuations_and_only_its_tail_i
         assert completion.token_ids == solo.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("urgent", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_arrival_times_are_for_metrics_and_move_nobody_in_the_queue(model, loaded, policy, urgent):
+    """Case: one slot, equal priorities, and the one that was added later says that it arrived earlier."""
+    engine = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=1, scheduling_policy=policy).engine
+    asked = dict(zip(("r2", "r1", "urgent"), prompts(4, 5, 6), strict=True))
+    engine.add_request("r2", asked["r2"], flat_out(30), priority=5, arrival_time=1.0)
+    engine.step()
+    engine.add_request("r1", asked["r1"], flat_out(30), priority=5, arrival_time=0.0)
+    engine.step()
+    if urgent:
+        engine.add_request("urgent", asked["urgent"], flat_out(2), priority=0, arrival_time=2.0)
+    done = run(engine, limit=30 + 30 + 2 + 3)
+    stepped_back = [name for name, output in done.items() if output.metrics.num_preemptions]
+    assert stepped_back == (["r2"] if urgent and policy == "priority" else [])
+    assert list(done).index("r2") < list(done).index("r1") and engine.stats()["num_preemptions"] == len(stepped_back)
+    for name, output in done.items():
+        assert output.outputs[0].token_ids == greedy(model, asked[name], 2 if name == "urgent" else 30)
+
+
 @pytest.mark.parametrize("n, others", [(12, 0), (8, 0), (9, 0), (12, 1)])
 @pytest.mark.parametrize("caching", [True, False])
 def test_more_continuations_than_sequence_slots_come_in_waves(loaded, n, others, caching):
@@ -229,6 +260,20 @@ def test_prompt_and_output_never_exceed_max_model_len(loaded, length, max_tokens
         completion = llm.generate(prompts(length), params)[0].outputs[0]
         assert len(completion.token_ids) == expected and completion.finish_reason == "length"
     assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+def test_every_position_of_a_model_can_be_used_and_no_more(kind):
+    """Learned positions end where their table does: 127 tokens of prompt leave one for the answer, 128 none."""
+    model = tiny(kind)
+    llm = poisoned_llm(from_model(model), num_blocks=64, block_size=4)
+    asked = prompts(120, 127)
+    for prompt, room in zip(asked, (8, 1), strict=True):
+        completion = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0].outputs[0]
+        assert completion.token_ids == greedy(model, prompt, room) and completion.finish_reason == "length"
+    with pytest.raises(ValueError, match="prompt has 128 tokens; this engine can hold at most 128"):
+        llm.generate(prompts(128), flat_out(1))
+    llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("length", [13 * 4 - 1, 13 * 4])

@@ -187,3 +187,40 @@ def test_ten_thousand_events_change_nobodys_words():
 
     run_state_machine_as_test(EngineMachine, settings=settings(
         max_examples=400, stateful_step_count=50, deadline=None, derandomize=True))
+
+
+ENDS = {
+    "length": SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
+    "one token": SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+    "end token": SamplingParams(temperature=1.5, seed=0, max_tokens=90, min_tokens=9),
+    "stop id": SamplingParams(temperature=1.5, seed=0, max_tokens=90, ignore_eos=True, min_tokens=9, stop_token_ids=[3]),
+    "stop string": SamplingParams(temperature=1.5, seed=0, max_tokens=90, ignore_eos=True, min_tokens=9, stop="da"),
+    "abort": SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("end", ENDS)
+def test_however_a_request_ends_the_pool_is_whole_and_what_can_be_found_is_what_was_computed(end, block_size):
+    """Case: the slot of the last token, which has no KV, was freed by two paths, or by none."""
+    engine = remembering_llm(
+        LOADED, num_blocks=128 // block_size, block_size=block_size, max_num_batched_tokens=4, max_model_len=110
+    ).engine
+    prompt, params = [2, 0, 1, 1, 4], ENDS[end]
+    engine.add_request("r", prompt, params)
+    for _ in range(2 if end == "one token" else 9):
+        (*_, output) = engine.step() or [None]
+    if end == "abort":
+        output = engine.abort("r")
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    engine.check_integrity()
+    (completion,) = output.outputs
+    assert completion.finish_reason == {"length": "length", "one token": "length", "abort": "abort"}.get(end, "stop")
+    if end != "abort":
+        assert completion.token_ids == expected_completion(prompt, params, 0)[0]
+    assert sorted(engine.pool.free_blocks()) == list(range(128 // block_size))
+    text = tuple(prompt + completion.token_ids)
+    findable = [block for block in range(128 // block_size) if engine.scheduler.prefix_cache.hash_of(block) is not None]
+    held = sorted(engine.runner.memory[block * block_size + block_size - 1] for block in findable)
+    assert held == [("", text[:n]) for n in range(block_size, len(text), block_size)]

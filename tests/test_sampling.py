@@ -531,6 +531,22 @@ class TestFaults:
             Sampler([])(logits, requests)
         assert caught.value.request_ids == ["b", "d"]
 
+    @pytest.mark.parametrize("place", [0, 4, 8])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("options", [
+        {"temperature": 0}, {"temperature": 1}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"presence_penalty": 1.0},
+        {"temperature": 0, "logprobs": 2},
+    ], ids=str)  # fmt: skip
+    def test_a_nan_is_noticed_wherever_it_stands_and_whatever_is_asked(self, place, dtype, options):
+        """Case: reductions treated NaN differently by its place and by where they ran. It must never become token 0."""
+        logits = torch.full((3, 9), -1.0, dtype=dtype)
+        logits[1, place] = math.nan
+        requests = [request(params(**options), name=name, output=(2,)) for name in "abc"]
+        with pytest.raises(SamplingError) as caught:
+            Sampler([])(logits, requests)
+        assert caught.value.request_ids == ["b"]
+        assert len(Sampler([])(logits[[0, 2]], [requests[0], requests[2]])) == 2
+
     def test_a_row_of_minus_infinity_has_no_token_either(self):
         with pytest.raises(SamplingError, match="'r'"):
             Sampler([])(torch.full((1, 5), -math.inf), [request(params())])

@@ -1,5 +1,7 @@
 """The torch backend against attention done one query and one head at a time, in pools full of NaN."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,24 +47,33 @@ def test_table_entries_beyond_the_length_are_never_looked_up():
     assert torch.equal(out, attend(paged_batch(seqs), scaling=0.25))
 
 
-def test_a_sequence_gets_the_same_answer_alone_and_in_company():
-    options = dict(scaling=0.25)
-    batch = paged_batch([(5, 1), (6, 4), (30, 1)])
-    together = attend(batch, **options)
-    ends = batch.meta.cu_seqlens.tolist()
-    for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        meta = batch.meta
-        alone = type(meta)(
-            slot_mapping=meta.slot_mapping[start:end],
-            block_tables=meta.block_tables[i : i + 1],
-            seq_lens=meta.seq_lens[i : i + 1],
-            cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
-            block_size=meta.block_size,
-            seq_lens_list=meta.seq_lens_list[i : i + 1],
-            query_lens_list=meta.query_lens_list[i : i + 1],
-        )
-        out = TorchAttention().attend(batch.cache, 0, batch.q[start:end], alone, **options)
-        torch.testing.assert_close(out, together[start:end], atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (1, 4, 1, 2), (5, 3, 2, 4)], ids=["decode", "mixed", "prefill"])
+def test_a_sequence_gets_the_same_answer_alone_and_in_every_order_of_the_batch(queries):
+    """Case: where the second request's KV lay was worked out without regard to the block size."""
+    lens = (5, 17, 33, 16)
+    batch = paged_batch([(n - q, q) for n, q in zip(lens, queries, strict=True)], block_size=16)
+    TorchAttention().store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    rows = batch.q.split(queries)
+    alone = [attend_to(batch, rows, [i]) for i in range(4)]
+    for order in permutations(range(4)):
+        expected = torch.cat([alone[i] for i in order])
+        torch.testing.assert_close(attend_to(batch, rows, order), expected, atol=1e-6, rtol=1e-5)
+
+
+def attend_to(batch, rows, seqs):
+    """Attention of some of a batch's sequences, in the order given."""
+    meta, seqs = batch.meta, list(seqs)
+    lens = [meta.query_lens_list[i] for i in seqs]
+    chosen = type(meta)(
+        slot_mapping=meta.slot_mapping,
+        block_tables=meta.block_tables[seqs],
+        seq_lens=meta.seq_lens[seqs],
+        cu_seqlens=torch.tensor([0, *lens]).cumsum(0).to(torch.int32),
+        block_size=meta.block_size,
+        seq_lens_list=[meta.seq_lens_list[i] for i in seqs],
+        query_lens_list=lens,
+    )
+    return TorchAttention().attend(batch.cache, 0, torch.cat([rows[i] for i in seqs]), chosen, scaling=0.25)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.float16, 2e-3)])

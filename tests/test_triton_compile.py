@@ -139,3 +139,41 @@ print(checked)
 def test_launches_can_be_looked_at_where_kernels_are_interpreted():
     launch = launch_of(next(case for case in all_cases() if case.kernel == "paged_decode"))
     assert launch.grid == (7, 8, 32) and launch.args["GROUP"] == 4
+
+
+CELLS = {
+    "helper": "@triton.jit\ndef scaled(x):\n    return x * FACTOR\n",
+    "kernel": "@triton.jit\ndef scale(p):\n    tl.store(p, scaled(tl.load(p)))\n",
+}
+RUN = """
+import linecache, sys
+from labcore.attention.triton_switch import INTERPRETED, tl, triton
+
+def run_cell(name, source):  # as a notebook does: its lines can be looked up, its names are everybody's
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), cells)
+
+def outcome():
+    if not INTERPRETED:
+        return cells["scale"].cache_key
+    import torch
+    x = torch.ones(1)
+    cells["scale"][(1,)](x)
+    return x.item()
+
+cells, told = {"triton": triton, "tl": tl}, []
+for count, factor in enumerate((2, 3)):
+    run_cell(f"helper {count}", HELPER.replace("FACTOR", str(factor)))
+    run_cell(f"kernel {count}", KERNEL)
+    told.append(outcome())
+print(told if INTERPRETED else told[0] != told[1])
+"""
+
+
+@pytest.mark.parametrize("interpret, expected", [("1", "[2.0, 3.0]"), ("0", "True")])
+def test_a_helper_that_was_changed_takes_effect_when_its_cell_and_the_kernels_are_run_again(interpret, expected):
+    """Case: the old code ran on until a cache was deleted. Compiled kernels are looked up by a key that must change."""
+    code = f"HELPER, KERNEL = {CELLS['helper']!r}, {CELLS['kernel']!r}\n{RUN}"
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == expected, done.stderr
