@@ -201,7 +201,7 @@ def a_run_that_is_over_takes_a_prompt_more(page) -> None:
 def bo_and_his_twin_part(page) -> None:
     expect_words(page, r"step 21   2 tables list 4 blocks; 3 different ones, 1 shared")
     press(page, "fork")
-    page.get_by_text("forked; it owns the same blocks").wait_for()
+    page.get_by_text("forked; both own the same blocks").wait_for()
     press(page, "step")
     expect_words(page, r"step 22   3 tables list 6 blocks; 4 different ones, 1 shared\n.*bo .*\n.*twin .*\n.*bo-fork1 ")
     page.locator(".js-plotly-plot .gtitle").filter(has_text="step 22   3 tables list 6 blocks").wait_for()

@@ -59,7 +59,7 @@ def test_submit_step_fork_and_abort_show_in_the_panel():
     assert "step 1   16 blocks: 2 owned" in words(panel) and panel.message.value == ""
     press["step"].click()
     press["fork"].click()
-    assert panel.target.options == ("r1", "r1-fork2") and "it owns the same blocks" in panel.message.value
+    assert panel.target.options == ("r1", "r1-fork2") and "both own the same blocks" in panel.message.value
     press["step"].click()
     assert "r1(0) r1-fork2(0)  refcount 2" in words(panel) and panel.message.value == ""
     assert drawn(panel)["data"][0]["text"][0] == "AB"

@@ -122,7 +122,7 @@ class Explorer(widgets.VBox):
         picture = self._picture(step=step, budget=0, **steps)
         self.figure.outputs = ({"output_type": "display_data", "data": still(picture), "metadata": {}},)
         words = escape(describe(self.recording, step, VIEWS[self.view.value][0]) + self._texts(), quote=False)
-        self.words.value = f"<pre style='white-space:pre-wrap;line-height:1.35'>{words}</pre>"
+        self.words.value = f"<pre style='white-space:pre-wrap;word-break:normal;line-height:1.35'>{words}</pre>"
 
     async def run(self) -> None:
         """Step until nobody is left, leaving room for other clicks after every step."""
@@ -154,8 +154,8 @@ class Explorer(widgets.VBox):
     def _controls(self) -> list[widgets.Widget]:
         session = self.session
         return [
-            widgets.HBox([self.prompt, self.max_tokens, self.priority, self.n, self._button("submit", self._submit)]),
-            widgets.HBox(
+            _row([self.prompt, self.max_tokens, self.priority, self.n, self._button("submit", self._submit)]),
+            _row(
                 [
                     self._button("step", self._step),
                     self._button("run", self._start),
@@ -166,8 +166,7 @@ class Explorer(widgets.VBox):
                     self.amount,
                     self._button("take away", lambda: self.act(partial(session.shrink, self.amount.value))),
                     self._button("give back", lambda: self.act(partial(session.shrink, -self.amount.value))),
-                ],
-                layout=widgets.Layout(flex_flow="row wrap"),
+                ]
             ),
         ]
 
@@ -181,8 +180,8 @@ class Explorer(widgets.VBox):
         self.act(partial(self.session.submit, *asked), done="queued; it joins the next step that has room")
 
     def _fork(self) -> None:
-        forked = "it owns the same blocks; the next step copies the last of them, unless it is full, for who writes first"
-        self.act(partial(self.session.fork, self._target()), done=f"forked; {forked}")
+        fork = partial(self.session.fork, self._target())
+        self.act(fork, done="forked; both own the same blocks until one of them writes")
 
     def _step(self) -> None:
         if self.session.is_busy:
@@ -221,6 +220,10 @@ def still(picture: Picture) -> dict[str, Any]:
 
 def _number(kind: type[widgets.Widget], value: int, name: str, **limits: int) -> widgets.Widget:
     return kind(value, description=name, layout=_narrow("150px"), **limits)
+
+
+def _row(controls: list[widgets.Widget]) -> widgets.HBox:
+    return widgets.HBox(controls, layout=widgets.Layout(flex_flow="row wrap"))
 
 
 def _narrow(width: str) -> widgets.Layout:
