@@ -27,6 +27,7 @@ BENCHMARKS: Table = {
     "scheduler": ("labcore.bench.scheduler", "time of planning a step, 1,000 requests running and up to 100,000 waiting"),
     "recorder": ("labcore.bench.recorder", "flight recorder: share of the engine's time, size of a run's file"),
     "prefix": ("labcore.bench.prefix", "prefix cache: look-up time, overhead, memory saved by sharing"),
+    "chunking": ("labcore.bench.chunking", "gaps of running streams while a long prompt comes, by budget"),
 }
 COMMANDS: Table = {
     "generate": ("labcore.commands.generate", "continue or answer a prompt"),
