@@ -239,7 +239,7 @@ def test_a_re_opened_class_is_collected_with_the_cell_of_each_method(tmp_path, p
     order=st.permutations(["allocate", "free", "fork", "touch", "refcount", "is_writable"]),
     cuts=st.sets(st.integers(1, 5)),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_however_a_class_is_cut_into_cells_it_is_the_class_of_the_package(order, cuts):
     source = (PACKAGE / "blocks.py").read_text(encoding="utf-8")
     body = {name: ast.get_source_segment(source, node) for name, node in members(_class(source)).items()}

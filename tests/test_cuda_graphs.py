@@ -26,7 +26,7 @@ def graphs_of(forward, max_num_seqs: int = 8) -> DecodeGraphs:
     return DecodeGraphs(forward, **sizes, device=torch.device("cpu"), capture=capture_again)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_with_and_without_graphs_while_requests_come_and_go(backend):
     loaded = from_model(tiny("llama"))
     prompts = [prompt(length, seed=length) for length in (3, 9, 5)]

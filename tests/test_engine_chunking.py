@@ -117,7 +117,7 @@ MIX = {
 }
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [12, pytest.param(250, marks=pytest.mark.slow)])
 def test_forks_beams_preemption_caching_and_aborts_mixed_at_any_budget_change_no_token(loaded, alone, examples):
     settings(max_examples=examples)(given(**MIX)(mixed_company_changes_no_token))(loaded, alone)
 

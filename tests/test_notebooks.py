@@ -40,6 +40,7 @@ def test_every_claim_belongs_to_a_notebook_of_the_house():
     assert {claim.notebook for claim in load_claims()} <= {room.number for room in HOUSE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_an_export_to_html_warns_of_nothing_and_says_every_picture_in_words(path):
     notebook = read_notebook(path)

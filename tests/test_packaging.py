@@ -212,6 +212,7 @@ print(*(len(o.outputs[0].token_ids) for o in out), "triton" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_engine_serves_on_a_machine_without_triton():
     assert run(WITHOUT_TRITON) == ["4", "4", "False"]
 

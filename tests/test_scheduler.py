@@ -260,7 +260,7 @@ def test_preemption_for_a_slot_never_swings_between_equals():
     max_num_seqs=st.integers(1, 3),
     aging=st.sampled_from([1, 3, 1000]),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_with_blocks_to_spare_nobody_steps_back_more_often_than_somebody_more_urgent_arrives(
     arrivals, max_num_seqs, aging
 ):
@@ -473,7 +473,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.bench.scheduler.pool.num_free == self.bench.scheduler.pool.num_blocks
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 

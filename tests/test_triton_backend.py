@@ -217,7 +217,7 @@ def spoken(kind: str, backend: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "gpt_oss"))]
+    "kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gemma2", "gpt_oss"))]
 )
 def test_an_engine_on_the_kernels_says_what_an_engine_on_torch_says(kind):
     """Gemma 2 has windows and softcaps, gpt-oss has sinks; the pool is NaN wherever nobody owns a block."""

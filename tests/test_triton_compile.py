@@ -103,6 +103,7 @@ def test_the_command_prints_the_table_of_what_was_asked_for(tmp_path, capsys):
     assert [row["architecture"] for row in json.loads(out.read_text())["rows"]] == [75, 80, 86, 89, 90, 100]
 
 
+@pytest.mark.slow
 def test_the_machine_code_of_a_kernel_can_be_read(capsys):
     assert main(["--kernel", "store_kv", "--dtype", "float16", "--head-dim", "128", "--target", "80", "--sass"]) == 0
     assert "STG.E.128" in capsys.readouterr().out, "16 bytes a thread and store"
