@@ -42,9 +42,9 @@ def check_memory(num_blocks: int, per_block: int, available: int) -> None:
     wanted = num_blocks * per_block
     if wanted > available:
         raise ValueError(
-            f"a pool of {num_blocks:,} blocks takes {wanted / GIB:,.1f} GiB, {available / GIB:,.1f} are free: lower num_blocks, "
-            "kv_cache_memory_gb (cpu), gpu_memory_utilization (cuda), max_model_len or max_num_seqs, or end what holds the "
-            "rest, an engine of an earlier cell for one."
+            f"a pool of {num_blocks:,} blocks takes {wanted / GIB:,.1f} GiB, {available / GIB:,.1f} are free: "
+            "lower num_blocks, kv_cache_memory_gb (cpu), gpu_memory_utilization (cuda), max_model_len or max_num_seqs, "
+            "or end what holds the rest, an engine of an earlier cell for one."
         )
 
 

@@ -55,7 +55,9 @@ def rescored(model, ids, token_ids):
     return sum(logprobs[len(ids) - 1 + i, token].item() for i, token in enumerate(token_ids))
 
 
-SEARCHES = [(2, 1.0, []), (4, 1.0, list(range(0, 250, 9))), (3, 0.0, list(range(0, 250, 20))), (5, 2.0, list(range(3, 250, 15)))]
+SEARCHES = [
+    (2, 1.0, []), (4, 1.0, list(range(0, 250, 9))), (3, 0.0, list(range(0, 250, 20))), (5, 2.0, list(range(3, 250, 15))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("width, length_penalty, eos", SEARCHES)

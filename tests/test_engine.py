@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from engines import greedy, poisoned_llm, run
 from tiny_models import tiny
 
@@ -225,7 +224,7 @@ def test_an_unknown_id_can_not_be_aborted(loaded):
     ({"prompt_token_ids": [1.5]}, "prompt token 0 is 1.5"),
     ({"prompt_token_ids": [True]}, "prompt token 0 is True"),
     ({"prompt_token_ids": [1] * 40}, r"prompt has 40 tokens; this engine can hold at most 40 \(max_model_len\)"),
-    ({"prompt_token_ids": [1] * 30, "params": SamplingParams(max_tokens=None)}, "needs 10 blocks when finished, the pool has 8"),
+    ({"prompt_token_ids": [1] * 30, "params": SamplingParams(max_tokens=None)}, "needs 10 blocks .*, the pool has 8"),
     ({"params": SamplingParams(stop_token_ids=[10**6])}, "stop_token_ids"),
     ({"params": SamplingParams(stop="x")}, "stop"),
     ({"params": {"temperature": 0}}, "params"),
