@@ -107,10 +107,16 @@ def remembering_llm(loaded: LoadedModel, *, num_blocks: int, block_size: int = 4
     return llm
 
 
-def expected_completion(prompt: Sequence[int], params: SamplingParams, seed: int) -> tuple[list[int], str, str]:
-    """Tokens, text and finish reason of one continuation, worked out with no engine: a token at a time, nothing cached."""
+def expected_completion(
+    prompt: Sequence[int], params: SamplingParams, seed: int, said: Sequence[int] = ()
+) -> tuple[list[int], str, str]:
+    """Tokens, text and finish reason of one continuation, worked out with no engine: a token at a time, nothing cached.
+
+    said: what it has said when it is forked; `seed` counts from there on.
+    """
     request, sampler = Request("r", list(prompt), params, 0, params.max_tokens, seed), Sampler([END])
     tokens = request.output_token_ids
+    tokens += said
     while True:
         (drawn,) = sampler(logits_of((*prompt, *tokens))[None], [request])
         tokens.append(drawn.token_id)

@@ -6,6 +6,7 @@ anybody else's KV is seen at once.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -78,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
         ).engine  # fmt: skip
         self.engine.scheduler.watermark = watermark
         self.dice = random.Random(seed)
-        self.asked, self.said, self.done = {}, {}, set()
+        self.asked, self.begun, self.said, self.done = {}, {}, {}, set()
 
     @rule(
         prompt=any_prompt, params=any_params | any_search, priority=st.integers(0, 2),
@@ -92,6 +93,18 @@ class EngineMachine(RuleBasedStateMachine):
             assert "needs" in str(refused) or "beam_width" in str(refused)
             return
         self.asked[name] = prompt, params
+
+    @precondition(lambda self: self.sampled())
+    @rule(temperature=st.sampled_from([None, 0, 1.5]), seed=st.integers(0, 9))
+    def fork(self, temperature, seed):
+        """Of whoever is there: one who runs, in mid-prompt or decoding, one who waits, one of several continuations."""
+        parent, name = self.dice.choice(self.sampled()), f"f{len(self.asked)}"
+        self.engine.fork(parent.request_id, name, temperature=temperature, seed=seed)
+        temperature = parent.params.temperature if temperature is None else temperature
+        params = dataclasses.replace(parent.params, n=1, seed=seed, temperature=temperature)
+        self.asked[name] = parent.prompt_token_ids, params
+        self.begun[name] = list(parent.output_token_ids)
+        self.said[name, 0] = self.begun[name], ""
 
     @precondition(lambda self: self.engine.has_unfinished_requests())
     @rule(times=st.integers(1, 8))
@@ -127,6 +140,11 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check_integrity()
 
+    def sampled(self):
+        scheduler = self.engine.scheduler
+        everybody = [*scheduler.running, *scheduler.waiting, *scheduler.followers.values()]
+        return [request for request in everybody if isinstance(request.params, SamplingParams)]
+
     def one_step(self):
         if self.engine.has_unfinished_requests():
             for output in self.engine.step():
@@ -155,7 +173,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         assert [completion.index for completion in output.outputs] == list(range(params.n))
         for completion in output.outputs:
-            tokens, text, reason = expected_completion(prompt, params, seed_of(params, completion.index))
+            seed, begun = seed_of(params, completion.index), self.begun.get(output.request_id, ())
+            tokens, text, reason = expected_completion(prompt, params, seed, begun)
             if completion.finish_reason == "abort":
                 assert completion.token_ids == tokens[: len(completion.token_ids)]
             else:
