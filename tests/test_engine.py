@@ -1,9 +1,11 @@
 """The engine on a tiny model: the contract of `step()`, `abort()` and `generate()`, and what happens when things go wrong."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from engines import greedy, poisoned_llm, run
+from remembering import Letters
 from tiny_models import tiny
 
 from labcore import LLM, SamplingParams
@@ -314,6 +316,42 @@ def test_generate_refuses_a_bad_call_before_anything_is_queued(loaded, asked, op
     with pytest.raises(ValueError, match=message):
         llm.generate(asked, **options)
     assert llm.engine.request_ids() == []
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm: llm.generate(""),
+    lambda llm: llm.generate(["a", ""]),
+    lambda llm: llm.generate([]),
+    lambda llm: llm.generate([[]]),
+    lambda llm: llm.generate("?"),
+    lambda llm: llm.chat([]),
+    lambda llm: llm.chat([[]]),
+    lambda llm: llm.chat([{"role": "user", "content": "?"}]),
+    lambda llm: llm.engine.add_request("bad", []),
+], ids=["''", "a and ''", "[]", "[[]]", "no token", "no message", "an empty chat", "a chat of no token", "no ids"])
+def test_what_is_empty_is_refused_and_a_request_under_way_goes_on(model, loaded, call):
+    """Case: a tokenizer that adds no token of its own makes nothing of some texts, and one such text ended the server."""
+
+    class Bare(Letters):
+        chat_template = "{}"
+
+        def encode(self, text, **options):
+            return super().encode(text.replace("?", ""))
+
+        def apply_chat_template(self, messages, **options):
+            return self.encode("".join(message["content"] for message in messages))
+
+    llm = poisoned_llm(replace(loaded, tokenizer=Bare()), num_blocks=32, block_size=4)
+    with pytest.raises(ValueError, match="empty"):
+        call(llm)
+    assert llm.engine.request_ids() == []
+    prompt = prompts(5)[0]
+    llm.engine.add_request("under way", prompt, flat_out(6))
+    llm.engine.step()
+    with pytest.raises((ValueError, RuntimeError), match="empty|still serves 1 requests"):
+        call(llm)
+    assert llm.engine.request_ids() == ["under way"]
+    assert run(llm.engine)["under way"].outputs[0].token_ids == greedy(model, prompt, 6)
 
 
 @pytest.mark.parametrize("part", [
