@@ -356,6 +356,34 @@ class TestMinTokens:
         assert texts[-1] == "STOSTOP "
 
 
+class TestFork:
+    """A fork has taken in what its parent has, and from there on neither knows of the other."""
+
+    beginning = st.lists(st.sampled_from([*ids("ab "), *ids("€😀".encode())]), max_size=12)
+
+    @given(beginning, beginning, beginning, st.sampled_from([None, "ab", ("b a", "€")]))
+    @example(ids("x a"), ids("b"), ids("a"), "ab")  # each side holds an open end back when the fork comes
+    @example(ids("😀".encode()[:2]), ids("😀".encode()[2:]), ids("a"), None)  # half a character
+    def test_parent_and_child_say_what_each_would_have_said_alone(self, said, ours, theirs, stop):
+        parent = Detokenizer(BYTES, ids("the"), SamplingParams(stop=stop))
+        for token_id in said:
+            parent.append(token_id)
+        child = parent.fork()
+        assert child.text == parent.text and child.stop_hit == parent.stop_hit
+        for place in range(max(len(ours), len(theirs))):  # in turn, as in a batch
+            for side, rest in ((parent, ours), (child, theirs)):
+                if place < len(rest):
+                    side.append(rest[place])
+        for side, rest in ((parent, ours), (child, theirs)):
+            side.finish()
+            assert side.text == final([*said, *rest], prompt=ids("the"), stop=stop)
+
+    def test_a_model_without_a_tokenizer_is_forked_too(self):
+        child = Detokenizer(None, [1], SamplingParams()).fork()
+        child.append(2)
+        assert child.text == ""
+
+
 class TestNoTokenizer:
     def test_text_stays_empty(self):
         assert steps([1, 2, 3], tokenizer=None) == ["", "", "", ""]

@@ -264,7 +264,22 @@ def test_a_single_beam_can_not_be_forked_either(loaded):
     run(engine)
 
 
-def test_text_log_probabilities_and_stop_strings_go_on_from_where_the_parent_stands(loaded):
+def test_what_both_have_said_is_found_again(loaded):
+    """Each publishes its own blocks behind the shared ones; a child that wrote into its parent's chain would not."""
+    engine = poisoned_llm(loaded, num_blocks=32, block_size=4).engine
+    engine.add_request("parent", prompt(6), flat_out(14))
+    for _ in range(4):
+        engine.step()
+    engine.fork("parent", "child", temperature=1.5, seed=1)
+    said = {name: tokens(output) for name, output in run(engine).items()}
+    assert said["parent"] != said["child"]
+    for name, text in said.items():
+        engine.add_request(f"after {name}", prompt(6) + text, flat_out(2))
+    done = run(engine)
+    assert [done[f"after {name}"].num_cached_tokens for name in said] == [16, 16], "of 20 tokens, the last has no KV"
+
+
+def test_text_and_log_probabilities_go_on_from_where_the_parent_stands(loaded):
     """Every token is a byte or two, so that a character is often half said when the fork comes."""
     loaded = dataclasses.replace(loaded, tokenizer=BYTES)
     params = flat_out(24, temperature=2.0, seed=11, logprobs=2)
