@@ -32,7 +32,7 @@ from labcore.llm import LLM
 from labcore.models import LoadedModel, load
 from labcore.sampling_params import SamplingParams
 
-BUDGETS = (64, 96, 128, 192, 256, 512, 1024)
+BUDGETS = (32, 48, 64, 96, 128, 256, 1024)
 WHOLE, AUTO = "whole", "auto"
 CALM_STEPS, STREAM_PROMPT, BLOCK_SIZE = 16, 24, 16
 GOAL_GAP, GOAL_LOSS = 2.0, 0.10
