@@ -321,9 +321,12 @@ class Engine:
         return plan
 
     def _roll_back(self, plan: SchedulerOutput | None) -> None:
-        """The step broke off: who was in it and still runs loses the KV that may be half written, and waits again."""
-        planned = [self._requests.get(request_id) for request_id in (plan.num_scheduled_tokens if plan else ())]
-        self.scheduler.roll_back([r for r in planned if r is not None and r.status is RequestStatus.RUNNING])
+        """The step broke off: who was in it and still runs loses the KV that may be half written, and waits again.
+
+        Without a plan nobody knows who would have been in it, and so it may be anyone who runs.
+        """
+        running = self.scheduler.running
+        self.scheduler.roll_back([r for r in running if plan is None or r.request_id in plan.num_scheduled_tokens])
         if self.recorder is not None:
             self.recorder.end_step(self.pool)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -268,7 +269,12 @@ class Scheduler:
         if not self.policy.outranks(urgent, self.running[-1]):
             return
         cached = self.prefix_cache.match(urgent)
-        victims = self._victims(urgent, self._blocks_missing(urgent, cached) - self.pool.num_free)
+        missing = self._blocks_missing(urgent, cached) - self.pool.num_free
+        self.pool.touch(cached)  # what the urgent one has found doesn't come free when its other owners go
+        try:
+            victims = self._victims(urgent, missing)
+        finally:
+            self.pool.free(cached[::-1])
         if victims is not None:
             self.waiting.pop()
             self._join(urgent, cached)
@@ -279,15 +285,18 @@ class Scheduler:
         """Whom to push out so that the urgent one has a slot and `missing` more blocks, the least entitled first.
 
         No more than needed, and nobody whom it doesn't outrank. None if that doesn't get it in: then nobody has to go.
+        A block comes free with the last of its owners: continuations that share a prompt give it back together.
         """
         victims: list[Request] = []
+        held: Counter[int] = Counter()
         slots = len(self.running) + 1 - self.max_num_seqs
         for request in reversed(self.running):
             if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
                 break
             victims.append(request)
+            held.update(request.table.blocks)
             slots -= 1
-            missing -= sum(self.pool.is_writable(block) for block in request.table.blocks)
+            missing -= sum(held[block] == self.pool.refcount(block) for block in request.table.blocks)
         return victims if slots <= 0 and missing <= 0 else None
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:

@@ -524,6 +524,24 @@ def test_the_audit_notices_a_leak_a_double_owner_and_a_lost_request(loaded):
     engine.check_integrity()
 
 
+def test_a_part_that_fails_in_the_middle_of_a_plan_leaves_the_books_in_order(model, loaded):
+    """A learner's pool that raises for the second request, when the first one has its slot already."""
+    engine = poisoned_llm(loaded, num_blocks=20, block_size=4).engine
+    asked = {"a": [1, 2, 3], "b": [1, 2, 2, 1]}
+    for name, prompt in asked.items():
+        engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    engine.step()
+    allocate = engine.pool.allocate
+    engine.pool.allocate = lambda n: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.pool.allocate = allocate
+    engine.check_integrity()
+    done = run(engine)
+    engine.check_integrity()
+    assert all(done[name].outputs[0].token_ids == greedy(model, prompt, 9) for name, prompt in asked.items())
+
+
 @pytest.mark.parametrize("setting, value, message", [
     ("block_size", 0, "block_size is 0; it must be a whole number, from 1 to 256"),
     ("block_size", 16.0, "block_size"), ("num_blocks", 0, "num_blocks"), ("num_blocks", -3, "num_blocks"),

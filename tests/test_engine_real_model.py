@@ -1,4 +1,4 @@
-"""The real model on real prompts: token for token what transformers' `generate` says, in a pool where every stray read shows."""
+"""The real model on real prompts: token for token what transformers' `generate` says, where every stray read shows."""
 
 import pytest
 from engines import greedy, poisoned_llm, run

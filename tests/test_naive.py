@@ -351,6 +351,6 @@ class TestStaticBatches:
             own = [span for span in spans if span.request_id == f"r{index}"]
             assert sum(s.stop - s.start for s in own if s.state in ("prefill", "decode")) == request.output_tokens
             assert own[0].start == request.arrival
-            assert all(before.stop == after.start for before, after in zip(own, own[1:]))
+            assert all(before.stop == after.start for before, after in zip(own, own[1:], strict=False))
         leaves = [max(s.stop for s in spans if s.request_id == f"r{index}") for index in range(len(log))]
         assert leaves == sorted(leaves)

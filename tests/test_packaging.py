@@ -246,6 +246,11 @@ def test_what_the_package_reads_is_packed_with_it():
     assert read <= packed
 
 
+def test_ruff_has_no_complaint():
+    found = subprocess.run([sys.executable, "-m", "ruff", "check"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
 def test_the_top_folder_holds_what_a_reader_expects_and_nothing_else():
     expected = {"notebooks", "labcore", "tests", "data", "environment.yml", "README.md", "pyproject.toml", "Makefile"}
     expected |= {"requirements.lock", "LICENSE", ".gitignore", ".ci"}

@@ -81,7 +81,8 @@ class Bench:
         for request, n in batch:
             self.scheduler.computed(request, n)
         for leader in list(caught_up):
-            family = [f for f in list(self.scheduler.followers.values()) if f.request_id.split(".")[0] == leader.request_id[:-2]]
+            standing_by = list(self.scheduler.followers.values())
+            family = [f for f in standing_by if f.request_id.split(".")[0] == leader.request_id[:-2]]
             for follower in family if leader.request_id.endswith(".0") and not leader.output_token_ids else []:
                 self.scheduler.follow(follower, leader)
                 caught_up.append(follower)
@@ -370,6 +371,29 @@ def test_thirty_thousand_steps_serve_nothing_foreign():
 
     run_state_machine_as_test(PrefixMachine, settings=settings(
         max_examples=600, stateful_step_count=50, deadline=None, derandomize=True))
+
+
+def test_blocks_that_an_urgent_request_finds_do_not_count_as_coming_free():
+    """A victim's blocks that the urgent one shares stay taken when the victim goes: counted as free, it goes in vain."""
+    bench = Bench(num_blocks=7, policy=PriorityWithAging(1000))
+    bench.add([9] * 8 + [1], output=3, priority=1, name="peer")
+    bench.add([0] * 13, output=3, priority=5, name="victim")
+    bench.step()  # 3 and 4 blocks, none is free
+    bench.add([0] * 12 + [3] * 8, output=2, priority=1, name="urgent")  # finds 3 of the victim's, lacks 2
+    assert bench.step().preempted == [], "the victim can give one block, and goes in vain"
+    bench.run()
+
+
+def test_blocks_that_only_victims_share_come_free_when_they_all_go():
+    """Four continuations share a long prompt. To push all of them out gives every block of theirs back."""
+    bench = Bench(num_blocks=12, policy=PriorityWithAging(1000))
+    bench.add([0] * 25, output=12, n=4, priority=5, name="low")
+    bench.step()
+    bench.step()
+    bench.add([1] * 25, output=2, priority=0, name="urgent")
+    plan = bench.step()
+    assert "urgent" in plan.num_scheduled_tokens
+    bench.run()
 
 
 @pytest.fixture(scope="module")

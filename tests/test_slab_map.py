@@ -20,7 +20,7 @@ def drawn(names=NAMES):
 def outlines(trace):
     """The corners of each polygon of a trace, without the point that closes it."""
     shapes, corners = [], []
-    for x, y in [*zip(trace["x"], trace["y"]), (None, None)]:
+    for x, y in [*zip(trace["x"], trace["y"], strict=True), (None, None)]:
         if x is None:
             shapes.append(corners[:-1])
             corners = []

@@ -86,7 +86,7 @@ def test_a_missing_log_says_which_one_and_what_to_do(tmp_path):
 
 def test_the_shipped_log_has_the_published_lengths_and_arrivals():
     requests = load_trace()
-    gaps = [after.arrival - before.arrival for before, after in zip(requests, requests[1:])]
+    gaps = [after.arrival - before.arrival for before, after in zip(requests, requests[1:], strict=False)]
     prompts = sorted(request.prompt_tokens for request in requests)
     outputs = sorted(request.output_tokens for request in requests)
 

@@ -198,14 +198,15 @@ class ThrowsTheAgedOut(PriorityWithAging):
 
 class VictimsByIndex(Scheduler):
     def _victims(self, urgent, missing):
-        seats, count = self.max_num_seqs - len(self.running), 0
+        seats, count, going = self.max_num_seqs - len(self.running), 0, []
         while seats < 1 or missing > 0:
             count += 1
             if count > len(self.running) or not self.policy.outranks(urgent, self.running[-count]):
                 return None
             seats += 1
-            own = [block for block in self.running[-count].table.blocks if self.pool.refcount(block) == 1]
-            missing -= len(own)
+            own = self.running[-count].table.blocks
+            going += own
+            missing -= len([block for block in own if going.count(block) == self.pool.refcount(block)])
         return self.running[::-1][:count]
 
 
@@ -247,6 +248,17 @@ class CountsSharedBlocks(Scheduler):
                 break
             victims.append(request)
             slots, missing = slots - 1, missing - len(request.table.blocks)
+        return victims if slots <= 0 and missing <= 0 else None
+
+
+class CountsBlocksOfOneOwnerOnly(Scheduler):
+    def _victims(self, urgent, missing):
+        victims, slots = [], len(self.running) + 1 - self.max_num_seqs
+        for request in reversed(self.running):
+            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
+                break
+            victims.append(request)
+            slots, missing = slots - 1, missing - sum(map(self.pool.is_writable, request.table.blocks))
         return victims if slots <= 0 and missing <= 0 else None
 
 
@@ -369,6 +381,7 @@ WRONG = {
         (AlwaysOne, "urgent (0) needs a seat and 3 blocks"),
         (SacrificesInVain, "they have 8 in all: those who have to go. expected None"),
         (CountsSharedBlocks, "d shares both its blocks"),
+        (CountsBlocksOfOneOwnerOnly, "and c the same two; urgent (0) needs 2 blocks"),
         (AsksNobodysRank, "it outranks d alone, who has 2: those who have to go. expected None"),
         (PushesThemOutAtOnce, "_victims has changed who runs, or the pool"),
     ],

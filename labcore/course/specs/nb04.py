@@ -224,12 +224,16 @@ def check_victims(Scheduler: Any) -> None:
     expect_victims(Scheduler, [("a", 5), ("b", 5), ("c", 5), ("d", 5)], 0, None, said, hint=3, priority=5)
     said = "a (priority 1), c (5) and d (9) run on 4 seats; d shares both its blocks; urgent (0) needs 2 blocks"
     expect_victims(Scheduler, [a, c, d], 2, ["d", "c"], said, hint=3, shared="d")
+    said = "a (priority 1), c (5) and d (9) run on 4 seats; d holds 2 blocks, and c the same two; urgent (0) needs 2 blocks"
+    expect_victims(Scheduler, [a, c, d], 2, ["d", "c"], said, hint=3, twins=("c", "d"))
+    said = "a (priority 1), c (5) and d (9) run on 4 seats; d holds 2 blocks, and a the same two; urgent (1) needs 3 blocks"
+    expect_victims(Scheduler, [a, c, d], 3, None, said, hint=3, priority=1, twins=("a", "d"))
 
 
 def expect_victims(
     Scheduler: Any, running: Sequence[tuple[str, int]], missing: int, expected: list[str] | None, said: str,
     hint: int = 1,
-    *, priority: int = 0, shared: str = "",
+    *, priority: int = 0, shared: str = "", twins: tuple[str, str] = ("", ""),
 ) -> None:  # fmt: skip
     """Put these in the seats, ask for the victims, and see that nothing else happened."""
     scheduler = scheduler_of(Scheduler, num_blocks=12, seats=4, policy=PriorityWithAging(1000))
@@ -237,7 +241,10 @@ def expect_victims(
         request = new_request(name, arrival, 2 * SIZE, priority=urgency)
         request.table = BlockTable(scheduler.pool)
         scheduler._join(request, [])
-        scheduler._reserve(request, 2 * SIZE, SchedulerOutput(1))
+        if name == twins[1]:
+            request.table = next(r.table for r in scheduler.running if r.request_id == twins[0]).fork()
+        else:
+            scheduler._reserve(request, 2 * SIZE, SchedulerOutput(1))
         if name == shared:
             scheduler.pool.fork(request.table.blocks)
     free = scheduler.pool.num_free
@@ -400,8 +407,8 @@ EXERCISES = (
         difficulty=3,
         spec="`_victims(urgent, missing)` returns the running requests that have to go so that urgent gets a "
         "seat and `missing` more blocks: the least entitled first, no more than needed, nobody whom it doesn't "
-        "outrank. [] if nobody has to go, None if that wouldn't do. Blocks that a victim shares don't count. "
-        "Nothing is changed.",
+        "outrank. [] if nobody has to go, None if that wouldn't do. A block comes free with the last of its "
+        "owners (`pool.refcount`). Nothing is changed.",
         check=check_victims,
         passed="names as few as it takes, from the end of the list, and nobody at all if it would be in vain",
         hints=(
@@ -409,7 +416,7 @@ EXERCISES = (
             "Keep two counts of what is still needed, seats and blocks, and stop as soon as both are used up. "
             "How many seats are needed if some are free?",
             "The walk ends when enough is found, or when the next one is not outranked. Is enough found then? "
-            "And which of a victim's blocks come free: those with one owner.",
+            "And which blocks come free: those that as many victims hold as they have owners.",
         ),
         reference="scheduler.Scheduler",
     ),
