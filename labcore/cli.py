@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = make_parser(arguments).parse_args(arguments or ["--help"])
         status = parsed.run(parsed)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before we began: nobody wants to read
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("\nlabcore: interrupted", file=sys.stderr)

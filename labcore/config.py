@@ -28,7 +28,7 @@ class EngineConfig:
     max_model_len            most tokens of prompt and output together; None takes the model's own limit
     max_num_seqs             most requests that run at once
     max_num_batched_tokens   token budget of one step, prompt and output tokens alike; "auto" finds it by tbt_target_ms
-    tbt_target_ms            milliseconds between two tokens of a running request that "auto" may not exceed
+    tbt_target_ms            milliseconds between two tokens of a running request that "auto" aims at
     enable_prefix_caching    reuse KV blocks whose tokens were computed before
     enable_chunked_prefill   let a long prompt share its steps with others, in pieces
     max_num_partial_prefills prompts that one step may leave unfinished
@@ -117,5 +117,5 @@ def _share(name: str, value: object, high: float) -> None:
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")

@@ -74,6 +74,7 @@ class Engine:
         self._clock = clock
         self._arrivals = 0
         self._steps = 0
+        self._somebody_decodes = False
         self._groups: dict[str, Group] = {}
         self._requests: dict[str, Request] = {}
         self._owners: dict[str, Group] = {}
@@ -104,8 +105,7 @@ class Engine:
         vocabulary, and a request that the pool could never hold.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt is {cache_salt!r}; it must be a string, empty for none.")
+        self.gate.check_sharing(cache_salt, use_prefix_cache)
         prompt = self.check_request(request_id, prompt_token_ids, params, priority, arrival_time)
         new_request = partial(
             Request,
@@ -183,7 +183,7 @@ class Engine:
             with uninterrupted():
                 self._roll_back(plan)
             raise
-        if self.budget is not None:
+        if self.budget is not None and self._somebody_decodes:
             self.budget.observe(plan.num_tokens, self._clock() - started)
         return outputs
 
@@ -308,7 +308,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.begin_step()
         if self.budget is not None:
-            self.scheduler.max_num_batched_tokens = self.budget.tokens(len(self.scheduler.running))
+            self._set_budget(self.budget)
         plan = self.scheduler.schedule()
         self._steps = plan.step
         now = self._clock()
@@ -319,6 +319,13 @@ class Engine:
         if self.recorder is not None:
             self.recorder.scheduled(plan, scheduled)
         return plan
+
+    def _set_budget(self, budget: AdaptiveBudget) -> None:
+        """While somebody waits for a next token, steps are as long as that allows. Nobody: as large as they may be."""
+        running = self.scheduler.running
+        self._somebody_decodes = any(request.num_uncomputed_tokens == 1 for request in running)
+        tokens = budget.tokens(len(running)) if self._somebody_decodes else budget.largest
+        self.scheduler.max_num_batched_tokens = tokens
 
     def _roll_back(self, plan: SchedulerOutput | None) -> None:
         """The step broke off: who was in it and still runs loses the KV that may be half written, and waits again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
 
 from labcore.blocks import BlockPool
@@ -45,6 +45,12 @@ class Gate:
         if not isinstance(name, str) or not name:
             raise ValueError(f"{field} is {name!r}; it must be a string that is not empty.")
 
+    def check_sharing(self, cache_salt: str, use_prefix_cache: bool) -> None:
+        """Raises ValueError for what can't say with whom a request shares its prefix."""
+        check_text("cache_salt", cache_salt)
+        if not isinstance(use_prefix_cache, bool):
+            raise ValueError(f"use_prefix_cache is {use_prefix_cache!r}; it must be True or False.")
+
     def output_limit(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams) -> int:
         """Most output tokens of a request: its own max_tokens, or what max_model_len leaves."""
         room = self.config.max_model_len - num_prompt_tokens
@@ -66,6 +72,8 @@ class Gate:
         Detokenizer(self.loaded.tokenizer, (), params)  # refuses stop strings where there is no text to find them in
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        if isinstance(prompt_token_ids, (str, bytes, Mapping, Set)) or not isinstance(prompt_token_ids, Iterable):
+            raise ValueError(f"prompt is {prompt_token_ids!r}; it must be a list of token ids, {self._token_range()}.")
         prompt, vocab_size = list(prompt_token_ids), self.loaded.vocab_size
         if not prompt:
             raise ValueError("prompt is empty; it must have at least 1 token.")
@@ -100,3 +108,14 @@ class Gate:
 
     def _token_range(self) -> str:
         return f"0 … {self.loaded.vocab_size - 1:,} for this model"
+
+
+def check_text(field: str, text: str) -> None:
+    """Raises ValueError unless `text` is one. Half of a surrogate pair is not: Python holds it, UTF-8 has no place for it."""
+    try:
+        if isinstance(text, str):
+            text.encode("utf-8")
+            return
+    except UnicodeEncodeError:
+        pass
+    raise ValueError(f"{field} is {text!r}; it must be text that can be written as UTF-8.")

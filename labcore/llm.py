@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from labcore.blocks import BlockPool
 from labcore.chunking import ChunkPolicy
 from labcore.config import EngineConfig
 from labcore.engine import Params
+from labcore.gate import check_text
 from labcore.models import LoadedModel, load
 from labcore.outputs import RequestOutput
 from labcore.prefix import PrefixCache
@@ -115,7 +116,11 @@ class LLM:
         An output's `cumulative_logprob` is the sum of its tokens' log-probabilities; the order is that of
         `cumulative_logprob / len(token_ids) ** length_penalty`. Prompts and errors are those of `generate`.
         """
-        return self.generate(prompts, BeamSearchParams() if params is None else params, use_tqdm=use_tqdm)
+        params = BeamSearchParams() if params is None else params
+        for one in [params] if not isinstance(params, Sequence) else params:
+            if not isinstance(one, BeamSearchParams):
+                raise ValueError(f"params is {one!r}; it must be a BeamSearchParams; generate() takes the other kind.")
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation under the model's chat template, ready for the assistant's turn."""
@@ -123,9 +128,12 @@ class LLM:
             raise ValueError("messages given, but this model has no chat template; use generate() with a plain prompt.")
         if not messages:
             raise ValueError("messages is empty; it must have at least 1 message with a role and a content.")
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise ValueError(f"messages has {messages!r}; each conversation must be a list of messages.")
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
                 raise ValueError(f"messages[{i}] is {message!r}; it must have a 'role' and a 'content', both text.")
+            check_text(f"messages[{i}]['content']", message["content"])
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
 
     def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
@@ -135,10 +143,8 @@ class LLM:
             raise ValueError(f"prompt {index} is a text, but this model has no tokenizer; pass token ids.")
         if not prompt:
             raise ValueError(f"prompt {index} is empty; it must have at least 1 character.")
-        try:
-            return self.tokenizer.encode(prompt)
-        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: Python holds it, UTF-8 has no place for it
-            raise ValueError(f"prompt {index} is {prompt!r}; it must be text that can be written as UTF-8.") from None
+        check_text(f"prompt {index}", prompt)
+        return self.tokenizer.encode(prompt)
 
     def _serve(
         self, prompts: list[list[int]], params: list[Params], priorities: list[int], use_tqdm: bool
@@ -171,7 +177,7 @@ def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:
     """One text or one list of token ids becomes a list of one. Raises ValueError if there is none."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (bytes, Mapping, Set)) or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(f"prompts is {prompts!r}; it must be a text, token ids, or a list of either.")
     prompts = list(prompts)
     if not prompts:

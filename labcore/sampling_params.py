@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 
+MOST_CONTINUATIONS = 4096
+"""Of one prompt. Each is a request with books of its own, so that a slip of the finger could stop the machine."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled. A bad value raises `ValueError` that names the field, the value and the range.
 
-    n                    continuations of the prompt, drawn independently; above 1 needs temperature > 0
+    n                    continuations of the prompt, drawn independently, up to 4,096; above 1 needs temperature > 0
     temperature          0 is greedy; otherwise logits are divided by it before anything is drawn
     top_p                keep the likeliest tokens that together reach this probability, above 0 and up to 1 (off)
     top_k                keep the k likeliest tokens; 0 is off, and so is -1, which is stored as 0
@@ -53,7 +56,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked = {
-            "n": _whole("n", self.n, 1),
+            "n": _whole("n", self.n, 1, MOST_CONTINUATIONS),
             "temperature": _number("temperature", self.temperature, 0, math.inf, ", 0 (greedy) or more, and finite"),
             "top_p": _number("top_p", self.top_p, 0, 1, " above 0 and up to 1", open_below=True),
             "top_k": max(0, _whole("top_k", self.top_k, -1, says=", at least 1, or 0 or -1 for no limit")),
@@ -92,7 +95,7 @@ class BeamSearchParams:
 
     beam_width       sequences kept after each step, and returned
     max_tokens       most output tokens of each
-    length_penalty   a finished sequence scores its summed log-probability / length ** length_penalty
+    length_penalty   a finished sequence scores its summed log-probability / length ** length_penalty, -10 to 10
     ignore_eos       let sequences go on after the model's end token
     temperature      0 and nothing else: beams are ranked by the model's own probabilities, none is drawn
     """
@@ -107,7 +110,7 @@ class BeamSearchParams:
         checked = {
             "beam_width": _whole("beam_width", self.beam_width, 1),
             "max_tokens": _whole("max_tokens", self.max_tokens, 1),
-            "length_penalty": _number("length_penalty", self.length_penalty, -math.inf, math.inf, " that is finite"),
+            "length_penalty": _number("length_penalty", self.length_penalty, -10, 10),  # length ** it stays finite
             "ignore_eos": _flag("ignore_eos", self.ignore_eos),
             "temperature": _number("temperature", self.temperature, 0, 0, ", and 0 at that: beam search draws nothing"),
         }

@@ -29,11 +29,14 @@ def test_a_setting_decides_how_a_prompt_is_computed(loaded):
     steps = {}
     for setting in (WHOLE, "16", AUTO):
         engine = engine_for(setting, loaded, work)
+        engine.add_request("talks", work.streams[0], chunking.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        engine.step()
         engine.add_request("long", work.long, chunking.SamplingParams(temperature=0, max_tokens=1))
         steps[setting] = 0
-        while engine.has_unfinished_requests():
+        while "long" in engine.request_ids():
             engine.step()
             steps[setting] += 1
+        engine.check_integrity()
     assert steps == {WHOLE: 1, "16": 4, AUTO: 2}
 
 

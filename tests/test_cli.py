@@ -155,6 +155,8 @@ def test_a_traceback_is_there_for_the_asking(monkeypatch):
         (["Hi", "--n", "2", "--stream"], "--stream shows one text"),
         (["Hi", "--system", "Be brief."], "--system needs --chat"),
         ([""], "prompt is empty"),
+        (["\udcff"], "prompt is '\\udcff'; it must be text that can be written as UTF-8"),
+        (["Hi", "--max-num-batched-tokens", "auto", "--tbt-target-ms", "0"], "tbt_target_ms is 0.0"),
         (["x" * 100], "prompt has 100 tokens"),
     ],
 )
@@ -232,6 +234,13 @@ def test_a_dash_reads_the_prompt_from_standard_input(tiny_folder, capsys, monkey
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert generate(tiny_folder, "-", "--max-tokens", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["requests"][0]["prompt"] == "from a pipe"
+
+
+def test_the_budget_of_a_step_may_be_found_by_the_engine(tiny_folder, capsys):
+    assert generate(tiny_folder, "One", "--max-tokens", "2") == 0
+    plain = capsys.readouterr().out
+    assert generate(tiny_folder, "One", "--max-tokens", "2", "--max-num-batched-tokens", "auto") == 0
+    assert capsys.readouterr().out == plain
 
 
 def test_several_texts_come_under_a_line_that_says_which(tiny_folder, capsys):

@@ -43,6 +43,11 @@ def test_it_shows_what_is_done_minutes_left_and_what_comes_next(tmp_path, capsys
     assert "  not yet  77.leak                   10 min  ●●○  the leak" in capsys.readouterr().out
 
 
+def test_a_folder_that_is_not_there_has_no_progress_to_show(tmp_path, capsys):
+    assert cli.main(["check", "--folder", str(tmp_path / "nowhere")]) == 2
+    assert "--folder is" in capsys.readouterr().err
+
+
 def test_it_finds_the_progress_of_the_notebooks_folder(tmp_path, capsys):
     (tmp_path / "notebooks").mkdir()
     record(tmp_path / "notebooks", total="done")

@@ -2,13 +2,15 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engines import greedy, poisoned_llm, run
 from remembering import Letters
 from tiny_models import tiny
 
-from labcore import LLM, SamplingParams
+from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.integrity import IntegrityError
 from labcore.models import from_model
 
@@ -234,6 +236,11 @@ def test_an_unknown_id_can_not_be_aborted(loaded):
     ({"arrival_time": float("nan")}, "arrival_time"),
     ({"arrival_time": "now"}, "arrival_time"),
     ({"cache_salt": None}, "cache_salt is None"),
+    ({"cache_salt": "\ud800"}, "cache_salt is '.ud800'; it must be text that can be written as UTF-8"),
+    ({"use_prefix_cache": "no"}, "use_prefix_cache is 'no'; it must be True or False"),
+    ({"prompt_token_ids": None}, "prompt is None; it must be a list of token ids, 0 …"),
+    ({"prompt_token_ids": 5}, "prompt is 5"), ({"prompt_token_ids": "abc"}, "prompt is 'abc'"),
+    ({"prompt_token_ids": {3, 1}}, "prompt is {1, 3}"), ({"prompt_token_ids": {1: 2}}, "prompt is {1: 2}"),
 ])
 def test_a_bad_request_is_refused_by_name_and_the_others_go_on(model, loaded, change, message):
     engine = poisoned_llm(loaded, num_blocks=8, block_size=4, max_model_len=40).engine
@@ -400,6 +407,25 @@ def test_generate_refuses_to_run_off_with_requests_that_were_added_by_hand(loade
     with pytest.raises(RuntimeError, match="still serves 1 requests"):
         llm.generate([[1]], flat_out(1))
     assert llm.engine.request_ids() == ["mine"]
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda llm: llm.generate({"a"}), "prompts is {'a'}"),
+    (lambda llm: llm.generate(np.array(3)), "prompts is array"),
+    (lambda llm: llm.generate(3), "prompts is 3"),
+    (lambda llm: llm.generate("\ud800"), "prompt 0 is '.ud800'; it must be text"),
+    (lambda llm: llm.chat([3]), "messages has 3; each conversation must be a list of messages"),
+    (lambda llm: llm.chat([{"role": "user", "content": "\ud800"}]), "must be text that can be written as UTF-8"),
+    (lambda llm: llm.beam_search([[1]], SamplingParams()), "it must be a BeamSearchParams"),
+    (lambda llm: llm.beam_search([[1], [2]], [BeamSearchParams(), None]), "params is None"),
+])
+def test_what_is_no_prompt_and_no_search_is_refused_in_one_line(loaded, call, message):
+    tokenizer = SimpleNamespace(chat_template="{}", decode=str, encode=None, apply_chat_template=None)
+    llm = poisoned_llm(replace(loaded, tokenizer=tokenizer), num_blocks=32, block_size=4)
+    with pytest.raises(ValueError, match=message):
+        call(llm)
+    assert not llm.engine.has_unfinished_requests()
+    llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the model fell over"), KeyboardInterrupt()])

@@ -279,14 +279,32 @@ def test_auto_finds_the_budget_that_keeps_the_time_between_tokens(loaded, model)
     ).engine
     clock = SteppedClock(engine, fixed=0.02, per_token=0.001)  # 80 tokens take 100 ms
     asked = [random_prompt(n, seed=n) for n in (3, *[120] * 8)]
-    for i, prompt in enumerate(asked):
+    engine.add_request("r0", asked[0], flat_out(60))
+    engine.step()
+    for i, prompt in enumerate(asked[1:], 1):
         engine.add_request(f"r{i}", prompt, flat_out(6))
     done = run(engine)
     sizes = [n for n, _ in clock.steps]
     assert max(seconds for _, seconds in clock.steps) <= 0.1
     assert 74 <= max(sizes) <= 80 and sizes.index(max(sizes)) < 8, sizes
     for i, prompt in enumerate(asked):
-        assert done[f"r{i}"].outputs[0].token_ids == greedy(model, prompt, 6)
+        assert done[f"r{i}"].outputs[0].token_ids == greedy(model, prompt, 6 if i else 60)
+
+
+def test_auto_reads_a_prompt_in_one_go_while_nobody_waits_for_a_next_token(loaded):
+    engine = poisoned_llm(
+        loaded, num_blocks=100, block_size=4, max_num_batched_tokens="auto", tbt_target_ms=1, enable_prefix_caching=False
+    ).engine
+    clock = SteppedClock(engine, fixed=0, per_token=1.0)
+    engine.add_request("alone", random_prompt(100), flat_out(3))
+    run(engine)
+    assert [n for n, _ in clock.steps] == [100, 1, 1], "the first step was nobody's gap"
+    engine.add_request("talks", random_prompt(5), flat_out(40))
+    engine.step()
+    engine.add_request("comes", random_prompt(100), flat_out(1))
+    engine.step()
+    assert clock.steps[-1][0] == 1 + 32, "a token for who runs, and the smallest piece"
+    run(engine)
 
 
 def test_auto_serves_everybody_even_if_the_target_is_out_of_reach(loaded, model):

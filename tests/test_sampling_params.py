@@ -30,7 +30,7 @@ NOT_A_NUMBER = [
 ]
 
 BAD = (
-    [("n", value) for value in [0, -1, None, *NOT_WHOLE]]
+    [("n", value) for value in [0, -1, 4097, 10**9, None, *NOT_WHOLE]]
     + [("temperature", value) for value in [-0.1, -1, -5e-324, *NOT_A_NUMBER]]
     + [("top_p", value) for value in [0, -0.1, 1.0000001, 2, *NOT_A_NUMBER]]
     + [("top_k", value) for value in [-2, None, *NOT_WHOLE]]
@@ -170,7 +170,7 @@ def test_any_temperature_is_either_kept_as_a_float_or_refused_by_name(value):
     ("name", "value"),
     [("beam_width", value) for value in [0, *NOT_WHOLE]]
     + [("max_tokens", value) for value in [0, None, *NOT_WHOLE]]
-    + [("length_penalty", value) for value in NOT_A_NUMBER]
+    + [("length_penalty", value) for value in [-10.1, 400, 1e308, *NOT_A_NUMBER]]
     + [("ignore_eos", value) for value in [0, None]]
     + [("temperature", value) for value in [1, 0.1, *NOT_A_NUMBER]],
     ids=lambda x: repr(x)[:24],

@@ -55,6 +55,8 @@ def run_and_judge(path: Path) -> Progress:
 def find_progress_file(folder: Path | None) -> Path:
     """The learner's progress: in `folder`; or where LABCORE_PROGRESS says, here, or in the course's notebooks/."""
     if folder:
+        if not folder.is_dir():
+            raise ValueError(f"--folder is {folder}; it must be a folder that exists.")
         return folder / NAME
     here = progress_path() or Path.cwd() / NAME
     places = [here, Path.cwd() / "notebooks" / NAME, project_folder() / "notebooks" / NAME]

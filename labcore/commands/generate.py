@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from labcore import LLM, SamplingParams
     from labcore.outputs import RequestOutput
 
+
+def whole_or_auto(text: str) -> int | str:
+    """An option's value: a whole number, or the word auto."""
+    return text if text == "auto" else int(text)
+
+
 ENGINE_OPTIONS = (
     ("device", str, '"cpu", "cuda", "cuda:1", … (default: auto)'),
     ("dtype", str, '"float32", "bfloat16", "float16" (default: auto)'),
@@ -23,7 +29,8 @@ ENGINE_OPTIONS = (
     ("gpu-memory-utilization", float, "share of the GPU's memory to use in all (default: 0.9)"),
     ("max-model-len", int, "most tokens of prompt and output together (default: the model's)"),
     ("max-num-seqs", int, "most requests at once (default: 64)"),
-    ("max-num-batched-tokens", int, "token budget of one step (default: 2048)"),
+    ("max-num-batched-tokens", whole_or_auto, 'token budget of one step, or "auto" (default: 2048)'),
+    ("tbt-target-ms", float, 'milliseconds between two tokens that an "auto" budget aims at (default: 200)'),
     ("kv-cache-dtype", str, '"int8" or "fp8" (default: the model\'s)'),
 )
 SAMPLING_OPTIONS = (
@@ -103,8 +110,11 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def tokens_of(llm: LLM, prompt: str, arguments: argparse.Namespace) -> list[int]:
     """The prompt's token ids, under the chat template if that was asked for."""
+    from labcore.gate import check_text
+
     if not prompt:
         raise ValueError("prompt is empty; it must have at least 1 character.")
+    check_text("prompt", prompt)
     if not arguments.chat:
         return llm.tokenizer.encode(prompt)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
