@@ -302,19 +302,21 @@ class Scheduler:
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give everybody who runs their tokens, and return what is left of the budget.
 
-        Blocks go by entitlement, but a token is kept back for each who decodes: no prompt stalls them.
+        Blocks and tokens go by entitlement, but prompts leave a token to each who decodes: they stall nobody.
         """
         decoding = sum(request.num_uncomputed_tokens == 1 for request in self.running)
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
-            decoding -= request.num_uncomputed_tokens == 1
-            n = self.chunking.num_tokens(request, max(0, budget - decoding), self.max_num_batched_tokens)
+            decodes = request.num_uncomputed_tokens == 1
+            decoding -= decodes
+            room = budget if decodes else max(0, budget - decoding)
+            n = self.chunking.num_tokens(request, room, self.max_num_batched_tokens)
             while request.table.blocks_needed(n) > self.pool.num_free:
                 decoding -= self.running[-1] is not request and self.running[-1].num_uncomputed_tokens == 1
                 self._preempt(self.running[-1], plan)
-                if request.status is not RequestStatus.RUNNING:
-                    return budget
+                if request.status is not RequestStatus.RUNNING:  # what was kept for it may go to those before it
+                    return budget if plan.num_scheduled_tokens else self._schedule_running(plan, budget)
             if n > 0:
                 self._reserve(request, n, plan)
                 budget -= n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# A shell that starts us in the background has us ignore Ctrl-C, and those that we start as well: some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything imports huggingface_hub: a test that would reach for the network fails at once, here as on a train.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Workers side by side share the cores, with the kernels and commands that they start; OpenMP would give all to each.

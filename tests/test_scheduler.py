@@ -483,3 +483,18 @@ def test_a_hundred_thousand_steps_keep_every_invariant():
 
     run_state_machine_as_test(SchedulerMachine, settings=settings(
         max_examples=1000, stateful_step_count=100, deadline=None, derandomize=True))
+
+
+def test_a_budget_below_the_number_of_those_who_decode_serves_the_most_entitled_first():
+    """It went to the last in line, for whom it had been kept; and if that one found no block, to nobody at all."""
+    bench = Bench(num_blocks=3, budget=8, chunked=False)
+    bench.add("first", 4, 8)
+    bench.add("second", 4, 8)
+    assert bench.step().num_scheduled_tokens == {"first": 4, "second": 4}
+    bench.scheduler.max_num_batched_tokens = 1
+    order = []
+    while bench.scheduler.has_unfinished_requests():
+        plan = bench.step()
+        assert plan.num_tokens == 1
+        order += plan.num_scheduled_tokens
+    assert order == sorted(order), "first has all of the tokens until it is done"
