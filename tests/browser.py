@@ -48,14 +48,20 @@ class Page:
     def __init__(self, page) -> None:
         self.page = page
         self.errors: list[str] = []
-        page.on("console", lambda message: message.type == "error" and self.errors.append(f"console: {message.text}"))
+        page.on("console", self._said)
         page.on("pageerror", lambda error: self.errors.append(f"page: {error}"))
         page.on("requestfailed", self._failed)
         page.on("response", self._answered)
         page.route(lambda url: not LOCAL.match(url), self._outside)
 
+    def _said(self, message) -> None:
+        # JupyterLab shows a picture that is attached to a cell after it has tried its address as it stands.
+        if message.type == "error" and "ERR_UNKNOWN_URL_SCHEME" not in message.text:
+            self.errors.append(f"console: {message.text}")
+
     def _failed(self, request) -> None:
-        if request.failure != "net::ERR_ABORTED":  # the page itself gave up, as it does when it moves on
+        attached = request.url.startswith("attachment:")
+        if request.failure != "net::ERR_ABORTED" and not attached:  # aborted: the page gave up, as when it moves on
             self.errors.append(f"request failed: {request.url} {request.failure}")
 
     def _answered(self, response) -> None:

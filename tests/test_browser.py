@@ -175,6 +175,8 @@ def test_the_courses_notebooks_run_draw_and_let_themselves_be_explored(tmp_path,
             slide(page, 1, index)
         assert number != "02" or sliders > 0
         EXPLORERS[number](page)
+        attached = page.locator(".jp-MarkdownOutput img")
+        assert all(picture.evaluate("picture => picture.naturalWidth") > 0 for picture in attached.all())
         assert watched.errors == []
 
 
