@@ -31,6 +31,7 @@ from labcore.engine import Engine
 from labcore.llm import LLM
 from labcore.models import LoadedModel, load
 from labcore.sampling_params import SamplingParams
+from labcore.viz.spread import percentile
 
 BUDGETS = (32, 48, 64, 96, 128, 256, 1024)
 WHOLE, AUTO = "whole", "auto"
@@ -148,11 +149,6 @@ def gaps(streams: Iterable[Sequence[float]], after: float = -inf, until: float =
     """The times between two tokens of a stream, of all streams; those that end after, and until, some moments."""
     both = [pair for times in streams for pair in zip(times, times[1:], strict=False)]
     return [now - before for before, now in both if after < now <= until]
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """The smallest value that a share q of them doesn't exceed (nearest rank)."""
-    return sorted(values)[ceil(round(q * len(values), 9)) - 1]
 
 
 def measure(loaded: LoadedModel, work: Work, budgets: Sequence[int], rounds: int) -> list[Result]:

@@ -43,9 +43,7 @@ def gaps(
     """
     if not runs or not all(map(lengths, runs)):
         raise ValueError("runs must be at least one, each with a stream of two tokens or more.")
-    titles = [*titles, *[""] * (len(runs) - len(titles))]
-    marks = [*marks, *[{}] * (len(runs) - len(marks))]
-    long = LONG * percentile(lengths(runs[0]), 0.5) if long is None else long
+    titles, marks, long = _one_each(runs, titles, marks, long)
     heights = [74 + 15 * max(3, len(run)) for run in runs]
     stop = max(times[-1] for run in runs for times in run.values() if times)
     start = min(times[0] for run in runs for times in run.values() if times)
@@ -85,9 +83,7 @@ def gaps_facts(
 ) -> Facts:
     """Each run in a line, `10 streams, 430 gaps: median 0.07, P99 2.3, longest 2.3 s; 10 longer than 0.14`, then a line
     for what happened, and one a stream."""
-    titles = [*titles, *[""] * (len(runs) - len(titles))]
-    marks = [*marks, *[{}] * (len(runs) - len(marks))]
-    long = LONG * percentile(lengths(runs[0]), 0.5) if long is None else long
+    titles, marks, long = _one_each(runs, titles, marks, long)
     lines = []
     for run, title, notes in zip(runs, titles, marks, strict=True):
         found = lengths(run)
@@ -113,6 +109,15 @@ def lengths(run: Run) -> list[float]:
 def pairs(times: Sequence[float]) -> list[tuple[float, float]]:
     """Each token's time with the next one's."""
     return list(zip(times, times[1:], strict=False))
+
+
+def _one_each(
+    runs: Sequence[Run], titles: Sequence[str], marks: Sequence[Mapping[str, float]], long: float | None
+) -> tuple[list[str], list[Mapping[str, float]], float]:
+    """A title and marks for each run, empty where none were given, and the length from which a gap is long."""
+    missing_titles, missing_marks = len(runs) - len(titles), len(runs) - len(marks)
+    long = LONG * percentile(lengths(runs[0]), 0.5) if long is None else long
+    return [*titles, *[""] * missing_titles], [*marks, *[{}] * missing_marks], long
 
 
 def _longest(times: Sequence[float], unit: str) -> str:

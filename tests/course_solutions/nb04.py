@@ -247,19 +247,16 @@ class CountsSharedBlocks(Scheduler):
             if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
                 break
             victims.append(request)
-            slots, missing = slots - 1, missing - len(request.table.blocks)
+            slots, missing = slots - 1, missing - sum(map(self.comes_free, request.table.blocks))
         return victims if slots <= 0 and missing <= 0 else None
 
+    def comes_free(self, block):
+        return True
 
-class CountsBlocksOfOneOwnerOnly(Scheduler):
-    def _victims(self, urgent, missing):
-        victims, slots = [], len(self.running) + 1 - self.max_num_seqs
-        for request in reversed(self.running):
-            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
-                break
-            victims.append(request)
-            slots, missing = slots - 1, missing - sum(map(self.pool.is_writable, request.table.blocks))
-        return victims if slots <= 0 and missing <= 0 else None
+
+class CountsBlocksOfOneOwnerOnly(CountsSharedBlocks):
+    def comes_free(self, block):
+        return self.pool.is_writable(block)
 
 
 class AsksNobodysRank(Scheduler):
