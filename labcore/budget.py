@@ -27,7 +27,7 @@ class AdaptiveBudget:
     Raises ValueError for a target that is not above 0, and unless 1 <= smallest <= largest.
     """
 
-    def __init__(self, target: float, smallest: int = 32, largest: int = 2048) -> None:
+    def __init__(self, target: float, smallest: int = 16, largest: int = 2048) -> None:
         if not 0 < target < math.inf:
             raise ValueError(f"target is {target!r}; it must be a number of seconds above 0.")
         if not 1 <= smallest <= largest:

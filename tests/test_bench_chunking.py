@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny
 
 from labcore.bench import chunking
-from labcore.bench.chunking import AUTO, WHOLE, Result, Times, Work, engine_for, gaps, make_work, median_of, percentile
+from labcore.bench.chunking import AUTO, WHOLE, Result, Times, Work, engine_for, gaps, make_work, median_of, percentile, result_of
 from labcore.cli import main
 from labcore.models import from_model
 
@@ -21,7 +21,7 @@ def loaded():
 def test_the_streams_outlast_the_prompt_under_the_smallest_budget(loaded):
     work = make_work(loaded.vocab_size, num_streams=3, prompt_tokens=60, budgets=[9, 64])
     assert len(work.streams) == 3 and len(work.long) == 60
-    assert work.output_tokens >= chunking.CALM_STEPS + 60 // (9 - 3)
+    assert work.output_tokens >= 2 * chunking.CALM_STEPS + 60 // (9 - 3)
 
 
 def test_a_setting_decides_how_a_prompt_is_computed(loaded):
@@ -37,7 +37,7 @@ def test_a_setting_decides_how_a_prompt_is_computed(loaded):
             engine.step()
             steps[setting] += 1
         engine.check_integrity()
-    assert steps == {WHOLE: 1, "16": 4, AUTO: 2}
+    assert steps == {WHOLE: 1, "16": 4, AUTO: 3}
 
 
 def test_gaps_are_those_that_end_within_the_moments_given():
@@ -47,12 +47,43 @@ def test_gaps_are_those_that_end_within_the_moments_given():
     assert percentile([3, 1, 2], 0.99) == 3 and percentile([3, 1, 2], 0.5) == 2
 
 
-def test_throughput_is_relative_to_whole_prompts_and_the_goal_wants_both():
-    fast = Times(calm=10, overall=12, p99=19, longest=25, ttft=90, seconds=2.0, budget=64)
-    slow = Times(calm=10, overall=12, p99=21, longest=25, ttft=90, seconds=2.0, budget=64)
-    assert median_of([fast, slow, slow]).p99 == 21
-    assert Result("64", fast, 0.95).meets_the_goal
-    assert not Result("64", slow, 0.95).meets_the_goal and not Result("64", fast, 0.85).meets_the_goal
+def times(p99: float, calm: float = 10.0, seconds: float = 2.0) -> Times:
+    return Times(calm=calm, overall=12.0, p99=p99, longest=99.0, ttft=90.0, seconds=seconds, budget=64)
+
+
+def test_ratios_are_taken_within_a_run_and_a_round():
+    whole = [times(900), times(900, seconds=4.0), times(900, seconds=8.0)]
+    runs = [times(20), times(60, calm=20.0, seconds=5.0), times(40, calm=40.0, seconds=8.0)]
+    assert median_of(runs).p99 == 40 and median_of(runs).calm == 20
+    result = result_of("64", runs, whole)
+    assert result.gap == 2.0, "the rounds' ratios are 2, 3 and 1"
+    assert result.throughput == 1.0, "the rounds' ratios are 1, 0.8 and 1"
+
+
+def test_the_goal_wants_short_gaps_and_throughput():
+    assert Result("64", times(19), 1.9, 0.95).meets_the_goal
+    assert not Result("64", times(21), 2.1, 0.95).meets_the_goal
+    assert not Result("64", times(19), 1.9, 0.85).meets_the_goal
+
+
+def test_the_calm_ones_are_before_the_prompt_and_after_it(loaded, monkeypatch):
+    clock = {"now": 0.0}
+
+    def step(engine, came):
+        """A step takes a second, 3 while there is a prompt to read, 1.5 once there was one."""
+        talking = "long" not in engine.request_ids()
+        outputs = engine.step()
+        clock["now"] += 1.0 if talking and not clock.get("read") else 1.5 if talking else 3.0
+        clock["read"] = clock.get("read") or not talking
+        for output in outputs:
+            came.setdefault(output.request_id, []).append(clock["now"])
+
+    monkeypatch.setattr(chunking, "step", step)
+    monkeypatch.setattr(chunking.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(chunking, "CALM_STEPS", 4)
+    run = chunking.serve("8", loaded, Work([[1, 2, 3], [4, 5]], list(range(1, 31)), 40))
+    assert run.calm == 1250.0, "four of a second, four of one and a half, for both"
+    assert run.p99 == run.longest == 3000.0 and run.ttft == 5 * 3000.0
 
 
 def test_the_command_prints_every_setting_with_its_circumstances(loaded, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from labcore.budget import AdaptiveBudget
 
-SMALLEST, LARGEST = 32, 2048
+SMALLEST, LARGEST = 16, 2048
 
 
 class Machine:

@@ -303,7 +303,7 @@ def test_auto_reads_a_prompt_in_one_go_while_nobody_waits_for_a_next_token(loade
     engine.step()
     engine.add_request("comes", random_prompt(100), flat_out(1))
     engine.step()
-    assert clock.steps[-1][0] == 1 + 32, "a token for who runs, and the smallest piece"
+    assert clock.steps[-1][0] == 1 + 16, "a token for who runs, and the smallest piece"
     run(engine)
 
 

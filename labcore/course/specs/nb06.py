@@ -190,12 +190,12 @@ def check_observe(AdaptiveBudget: Any) -> None:
         (64, 64, 0.1, 128, "64 tokens took a tenth of the target", 2),
         (400, 400, 9.0, 200, "400 tokens took nine times the target: somebody else was busy on the machine", 2),
         (400, 400, 0.0, 800, "400 tokens took no time at all on a coarse clock", 2),
-        (40, 40, 1.9, 32, "40 tokens took 1.9 times the target, and smallest is 32", 2),
+        (20, 20, 1.9, 16, "20 tokens took 1.9 times the target, and smallest is 16", 2),
         (1500, 1500, 0.5, 2048, "1,500 tokens took half of the target, and largest is 2,048", 2),
         (400, 10, 0.3, 400, "10 tokens took 0.3 s of 1; the budget was 400, so the step was not full", 3),
         (400, 300, 0.9, 400, "300 tokens took 0.9 s of 1; the budget was 400, so the step was not full", 3),
         (400, 300, 1.19, 252, "300 tokens took 1.19 s, the target being 1; the budget was 400", 3),
-        (32, 42, 0.69, 60, "42 tokens, all that was allowed, took 0.69 of the target; found was 32", 3),
+        (16, 26, 0.9, 28, "26 tokens, all that was allowed, took 0.9 of the target; found was 16", 3),
     ):
         budget = AdaptiveBudget(1.0)
         budget.found = found
