@@ -8,9 +8,10 @@ import pytest
 from tiny_models import tiny
 
 from labcore.bench import chunking
-from labcore.bench.chunking import AUTO, WHOLE, Result, Times, Work, engine_for, gaps, make_work, median_of, percentile, result_of
+from labcore.bench.chunking import AUTO, WHOLE, Result, Times, Work, engine_for, gaps, make_work, median_of, result_of
 from labcore.cli import main
 from labcore.models import from_model
+from labcore.viz.spread import percentile
 
 
 @pytest.fixture(scope="module")
