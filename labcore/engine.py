@@ -28,6 +28,7 @@ from labcore.interrupt import uninterrupted
 from labcore.models import LoadedModel
 from labcore.outputs import RequestOutput
 from labcore.recorder import Recorder
+from labcore.registry import Registry, sequence_ids
 from labcore.request import Request, RequestStatus
 from labcore.runner import ModelRunner
 from labcore.sampling import SampledToken, Sampler
@@ -75,9 +76,7 @@ class Engine:
         self._arrivals = 0
         self._steps = 0
         self._somebody_decodes = False
-        self._groups: dict[str, Group] = {}
-        self._requests: dict[str, Request] = {}
-        self._owners: dict[str, Group] = {}
+        self._served = Registry()
 
     @property
     def pool(self) -> BlockPool:
@@ -119,7 +118,7 @@ class Engine:
         )
         new_group = self._new_beams if isinstance(params, BeamSearchParams) else self._new_completions
         with uninterrupted():
-            group = self._groups[request_id] = new_group(request_id, params, new_request)
+            group = self._served.groups[request_id] = new_group(request_id, params, new_request)
             for request in group.requests:
                 self._register(request, group)
             leader, *followers = group.requests
@@ -142,12 +141,12 @@ class Engine:
         Raises ValueError, and forks nothing, for an id that isn't served, that has several continuations, or that is a
         beam search, for a new_id that is in use, and for a bad temperature or seed.
         """
-        group, parent = self._forkable(request_id)
+        group, parent = self._served.forkable(request_id)
         params = replace(
             parent.params, n=1, seed=seed, temperature=parent.params.temperature if temperature is None else temperature
         )
         self.gate.check_name("new_id", new_id)
-        self._check_unused("new_id", new_id, params)
+        self._served.check_unused("new_id", new_id, params)
         with uninterrupted():
             arrival = self._next_arrival()
             child = parent.fork(
@@ -158,9 +157,9 @@ class Engine:
                 arrival_time=self._clock(),
                 arrival_step=self._steps,
             )
-            self._groups[new_id] = group.fork(parent, child)
+            self._served.groups[new_id] = group.fork(parent, child)
             self.scheduler.fork(child, parent)
-            self._register(child, self._groups[new_id])
+            self._register(child, self._served.groups[new_id])
 
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return an output for each request that gained a token in it.
@@ -175,7 +174,7 @@ class Engine:
         try:
             with uninterrupted():
                 plan = self._plan()
-            requests, logits = self._with_followers(*self.runner.run(plan, self._requests))
+            requests, logits = self._with_followers(*self.runner.run(plan, self._served.requests))
             drawn = self._draw(requests, logits)
             with uninterrupted():
                 outputs = self._update(plan, requests, drawn)
@@ -189,7 +188,7 @@ class Engine:
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that are being served, in order of arrival."""
-        return list(self._groups)
+        return list(self._served.groups)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -199,14 +198,12 @@ class Engine:
 
         Raises ValueError for an id that is not (or no longer) being served.
         """
-        group = self._groups.get(request_id) if isinstance(request_id, str) else None
-        if group is None:
-            raise self._not_served(request_id)
+        group = self._served.group(request_id)
         with uninterrupted():
             for request in group.abort():
                 request.metrics.finished_time = self._clock()
                 self._retire(request)
-            del self._groups[request_id]
+            del self._served.groups[request_id]
         return group.output()
 
     def stats(self) -> dict[str, int | float]:
@@ -228,7 +225,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Recompute refcounts, free list and request states from scratch; raises IntegrityError on any mismatch."""
-        check_integrity(self.scheduler, self._requests.values())
+        check_integrity(self.scheduler, self._served.requests.values())
 
     def check_request(
         self,
@@ -240,38 +237,8 @@ class Engine:
     ) -> list[int]:
         """The prompt as a list of ints, if the request can be served; raises ValueError if not. Changes nothing."""
         prompt = self.gate.check(request_id, prompt_token_ids, params, priority, arrival_time)
-        self._check_unused("request_id", request_id, params)
+        self._served.check_unused("request_id", request_id, params)
         return prompt
-
-    def _check_unused(self, field: str, request_id: str, params: Params) -> None:
-        taken = self._name_in_use(request_id, params)
-        if taken is not None:
-            raise ValueError(f"{field} {taken!r} is in use; give each unfinished request an id of its own.")
-
-    def _not_served(self, request_id: object) -> ValueError:
-        return ValueError(f"request_id {request_id!r} is not being served; {len(self._groups)} requests are.")
-
-    def _forkable(self, request_id: str) -> tuple[CompletionGroup, Request]:
-        """The one request that `request_id` names, with its group. Raises ValueError if no other can begin with its text."""
-        if not isinstance(request_id, str) or not (request_id in self._owners or request_id in self._groups):
-            raise self._not_served(request_id)
-        group = self._owners.get(request_id) or self._groups[request_id]
-        if isinstance(group, BeamGroup):
-            raise ValueError(f"request_id {request_id!r} is a beam search, which forks its beams itself; fork a sampled one.")
-        if request_id not in self._requests:
-            names = ", ".join(repr(request.request_id) for request in group.requests)
-            raise ValueError(f"request_id {request_id!r} stands for several continuations; fork one of them: {names}.")
-        return group, self._requests[request_id]
-
-    def _name_in_use(self, request_id: str, params: Params) -> str | None:
-        """A name that the request needs and another one has. "r" with n = 2 needs "r/0" and "r/1", beams need all "r/…"."""
-        searched = isinstance(params, BeamSearchParams)
-        for name in [request_id] if searched else [request_id, *sequence_ids(request_id, params)]:
-            if name in self._groups or name in self._requests:
-                return name
-        above = [request_id[:i] for i, letter in enumerate(request_id) if letter == "/"]
-        below = [name for name in self._groups if name.startswith(f"{request_id}/")] if searched else []
-        return next((n for n in [*above, *below] if n in below or isinstance(self._groups.get(n), BeamGroup)), None)
 
     def _new_completions(
         self, request_id: str, params: SamplingParams, new_request: Callable[..., Request]
@@ -299,8 +266,7 @@ class Engine:
         return self._arrivals - 1
 
     def _register(self, request: Request, group: Group) -> None:
-        self._requests[request.request_id] = request
-        self._owners[request.request_id] = group
+        self._served.enter(request, group)
         if self.recorder is not None:
             self.recorder.added(request)
 
@@ -312,7 +278,7 @@ class Engine:
         plan = self.scheduler.schedule()
         self._steps = plan.step
         now = self._clock()
-        scheduled = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
+        scheduled = [self._served.requests[request_id] for request_id in plan.num_scheduled_tokens]
         for request in scheduled:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
@@ -343,7 +309,7 @@ class Engine:
             return requests, logits
         rows, everyone = [], []
         for row, request in enumerate(requests):
-            family = [request] if request.output_token_ids else self._owners[request.request_id].requests
+            family = [request] if request.output_token_ids else self._served.owners[request.request_id].requests
             everyone += family
             rows += [row] * len(family)
         return everyone, logits[rows]
@@ -355,27 +321,27 @@ class Engine:
             return self.sampler(logits, requests)
         sampled = [i for i in range(len(requests)) if i not in set(searched)]
         drawn: dict[int, Drawn] = {}
-        counts = [self._owners[requests[i].request_id].search.num_candidates for i in searched]
+        counts = [self._served.owners[requests[i].request_id].search.num_candidates for i in searched]
         drawn.update(zip(searched, likeliest(logits[searched], counts), strict=True))
         drawn.update(zip(sampled, self.sampler(logits[sampled], [requests[i] for i in sampled]), strict=True))
         return [drawn[i] for i in range(len(requests))]
 
     def _update(self, plan: SchedulerOutput, requests: list[Request], drawn: list[Drawn]) -> list[RequestOutput]:
         for request_id, n in plan.num_scheduled_tokens.items():
-            self.scheduler.computed(self._requests[request_id], n)
+            self.scheduler.computed(self._served.requests[request_id], n)
         for request in requests:  # before any of them can end, and give back the blocks that are to be shared
             if request.request_id in self.scheduler.followers:
-                self.scheduler.follow(request, leader=self._owners[request.request_id].requests[0])
+                self.scheduler.follow(request, leader=self._served.owners[request.request_id].requests[0])
         gained: dict[str, Group] = {}
         for request, result in zip(requests, drawn, strict=True):
-            group = self._owners[request.request_id]
+            group = self._served.owners[request.request_id]
             change = group.take(request, result)
             self._apply(change, group)
             if change.grown or change.ended:
                 gained[group.request_id] = group
         for group in gained.values():
             if group.finished:
-                del self._groups[group.request_id]
+                del self._served.groups[group.request_id]
         if self.recorder is not None:
             self.recorder.end_step(self.pool)
         return [group.output() for group in gained.values()]
@@ -399,9 +365,4 @@ class Engine:
         if self.recorder is not None:
             self.recorder.finished(request)
         self.scheduler.finish(request)
-        del self._requests[request.request_id], self._owners[request.request_id]
-
-
-def sequence_ids(request_id: str, params: SamplingParams) -> list[str]:
-    """Ids of the n sequences that serve a request: its own if there is one, else its own and their number."""
-    return [request_id] if params.n == 1 else [f"{request_id}/{k}" for k in range(params.n)]
+        self._served.leave(request)
