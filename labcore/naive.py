@@ -26,7 +26,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from labcore.models.layers import LayerShape
-from labcore.spans import Span
+from labcore.recorder import Span
 from labcore.traces import TraceRequest
 
 

@@ -30,7 +30,7 @@ from labcore.naive import (
     slot_steps,
     static_batches,
 )
-from labcore.spans import Span
+from labcore.recorder import Span
 from labcore.traces import TraceRequest, load_trace
 
 HEADS = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,

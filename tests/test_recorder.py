@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from toy_engine import Status, ToyEngine
 
 from labcore.blocks import BlockPool, BlockTable
-from labcore.recorder import Recorder
-from labcore.recording import EVENT_KINDS, Recording
-from labcore.spans import Span
+from labcore.recorder import EVENT_KINDS, Recorder, Recording, Span
 
 
 def truth(engine: ToyEngine) -> dict:

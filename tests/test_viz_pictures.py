@@ -10,9 +10,7 @@ import pytest
 from figure_data import at_step, merged, typed_arrays, values
 from toy_engine import ToyEngine
 
-from labcore.recorder import Recorder
-from labcore.recording import Recording
-from labcore.spans import Span
+from labcore.recorder import Recorder, Recording, Span
 from labcore.viz import block_map, block_tables, describe, memory, queues, timeline
 from labcore.viz.memory import BANDS, memory_point
 from labcore.viz.picture import BUDGET, PLOTLY_MIME, sample, stored_size

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from labcore import LLM, SamplingParams
 from labcore.naive import static_batches
-from labcore.recording import Recording
+from labcore.recorder import Recording
 from labcore.traces import TraceRequest
 from labcore.viz import Picture, block_map, timeline
 from labcore.viz.picture import without_slider

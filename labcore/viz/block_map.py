@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from labcore.recording import Recording
-from labcore.snapshot import Snapshot
+from labcore.recorder import Recording, Snapshot
 from labcore.viz import grid
 from labcore.viz.picture import (
     BUDGET,

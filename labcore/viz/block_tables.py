@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from labcore.recording import Recording
-from labcore.snapshot import RequestState, Snapshot
+from labcore.recorder import Recording, RequestState, Snapshot
 from labcore.viz import grid
 from labcore.viz.block_map import MANY_BLOCKS
 from labcore.viz.picture import (

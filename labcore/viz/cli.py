@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from labcore.recording import Recording
+from labcore.recorder import Recording
 
 PICTURES = ("block_map", "block_tables", "timeline", "memory", "queues")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from labcore.recording import Recording
-from labcore.spans import Span
+from labcore.recorder import Recording, Span
 from labcore.viz.block_map import block_map_facts
 from labcore.viz.block_tables import block_tables_facts
 from labcore.viz.memory import memory_facts

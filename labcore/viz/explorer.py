@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import ipywidgets as widgets
 
-from labcore.recording import Recording
+from labcore.recorder import Recording
 from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
 from labcore.viz.describe import describe

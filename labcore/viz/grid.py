@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from labcore.recording import Recording
-from labcore.snapshot import BlockState, Snapshot
+from labcore.recorder import BlockState, Recording, Snapshot
 from labcore.viz.style import CACHED, EMPTY, FAINT, INK, colour, hatch, letter, safe, short
 
 GAP = 0.55

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from labcore.recording import Event, Recording
+from labcore.recorder import Event, Recording
 from labcore.viz.block_map import block_map, block_map_facts
 from labcore.viz.block_tables import block_tables
 from labcore.viz.memory import memory

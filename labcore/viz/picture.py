@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 
-from labcore.recording import Recording
+from labcore.recorder import Recording
 from labcore.viz.style import EMPTY, FAINT, GRID, INK, PAPER
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"

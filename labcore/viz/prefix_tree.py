@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labcore.recording import Recording
-from labcore.snapshot import BlockState, Snapshot
+from labcore.recorder import BlockState, Recording, Snapshot
 from labcore.viz import grid
 from labcore.viz.picture import NOTHING, Facts, Picture, axis, columns, heading, nothing_recorded, picture
 from labcore.viz.style import FAINT, PAPER

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from labcore.recording import Recording
-from labcore.snapshot import RequestState, Snapshot
+from labcore.recorder import Recording, RequestState, Snapshot
 from labcore.viz.picture import (
     BUDGET,
     NOTHING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from labcore.recording import Recording
+from labcore.recorder import Recording
 from labcore.sampling_params import SamplingParams
 
 

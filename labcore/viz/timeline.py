@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
-from labcore.recording import Recording
-from labcore.spans import SPAN_STATES, Span
+from labcore.recorder import SPAN_STATES, Recording, Span
 from labcore.viz.picture import BUDGET, Facts, Picture, axis, fit, most_frames, picture, sample
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 

@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import Any
 
 from labcore.course.exercises import BugHunt, Exercise, Mismatch, expect, expect_attributes, expect_equal, expect_raises
-from labcore.spans import Span
+from labcore.recorder import Span
 
 
 def check_kv_bytes(kv_bytes_per_token: Any) -> None:

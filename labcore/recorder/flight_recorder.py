@@ -10,7 +10,7 @@ The engine makes six calls at fixed points of its life, and nothing else in it k
     end_step(pool)                      ┘
 
 The pool and the scheduler have no hooks, so that any learner's version can be recorded: who took, shared, copied or
-gave back a block is found by comparing each table with what it was a step ago (`labcore.block_ledger`). That costs
+gave back a block is found by comparing each table with what it was a step ago (`labcore.recorder.ledger`). That costs
 little, since tables grow at the end and two lists that begin with the same objects compare at a nanosecond an element.
 """
 
@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from labcore.block_ledger import BlockLedger, Tracked
-from labcore.recording import RareEvent, Recording, StepRecord
+from labcore.recorder.ledger import BlockLedger, Tracked
+from labcore.recorder.recording import RareEvent, Recording, StepRecord
 
 UNKNOWN_TOKEN = -1
 

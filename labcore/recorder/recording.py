@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labcore.snapshot import Replay, Snapshot, pairs
-from labcore.spans import Span
+from labcore.recorder.snapshot import Replay, Snapshot, pairs
+from labcore.recorder.spans import Span
 
 EVENT_KINDS = (
     "arrive", "admit", "cache_hit", "allocate", "share", "copy_on_write", "free", "cached", "evict",
@@ -177,15 +177,15 @@ class Recording:
         return self.decode(known)
 
     def save(self, path: str | Path) -> None:
-        """Write the record as JSON lines; see `labcore.recording_file`."""
-        from labcore.recording_file import save
+        """Write the record as JSON lines; see `labcore.recorder.file`."""
+        from labcore.recorder.file import save
 
         save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Recording:
         """Read a record back. Raises ValueError, in one line, for a file that is foreign, truncated or too new."""
-        from labcore.recording_file import load
+        from labcore.recorder.file import load
 
         return load(path)
 

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from labcore.recording import EVENT_KINDS, Recording, StepRecord
-from labcore.snapshot import pairs
+from labcore.recorder.recording import EVENT_KINDS, Recording, StepRecord
+from labcore.recorder.snapshot import pairs
 
 FORMAT = "labcore-recording"
 VERSION = 1

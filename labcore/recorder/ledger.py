@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from labcore.recording import RareEvent
+from labcore.recorder.recording import RareEvent
 
 
 @dataclass
