@@ -95,8 +95,11 @@ def add_commands(parser: argparse.ArgumentParser, table: Table, arguments: list[
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message without line breaks; its type where it has none; a file's name and what is wrong with it."""
+    message = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        message = f"{error.filename}: {error.strerror}"
+    return " ".join(message.split()) or type(error).__name__
 
 
 if __name__ == "__main__":

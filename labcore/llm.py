@@ -30,7 +30,8 @@ class LLM:
     """A language model that is ready to answer.
 
     model               "smollm2-135m", a local folder, a Hugging Face id, or a `LoadedModel`
-    attention_backend   "auto", "torch", "triton", or an `AttentionBackend`
+    attention_backend   "auto", "torch", "triton", or an `AttentionBackend`; on a CPU Triton's kernels are interpreted,
+                        which is right, and very slow
     block_pool, scheduler, prefix_cache, preemption, chunking
                         a part of your own, as a class or an instance, in place of labcore's; see `labcore.assembly`
     settings            fields of `EngineConfig`

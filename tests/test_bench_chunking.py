@@ -20,8 +20,8 @@ def loaded():
 
 
 def test_the_streams_outlast_the_prompt_under_the_smallest_budget(loaded):
-    work = make_work(loaded.vocab_size, num_streams=3, prompt_tokens=60, budgets=[9, 64])
-    assert len(work.streams) == 3 and len(work.long) == 60
+    work = make_work(loaded.vocab_size, num_streams=3, stream_tokens=7, prompt_tokens=60, budgets=[9, 64])
+    assert [len(prompt) for prompt in work.streams] == [7] * 3 and len(work.long) == 60
     assert work.output_tokens >= 2 * chunking.CALM_STEPS + 60 // (9 - 3)
 
 
@@ -89,7 +89,8 @@ def test_the_calm_ones_are_before_the_prompt_and_after_it(loaded, monkeypatch):
 
 def test_the_command_prints_every_setting_with_its_circumstances(loaded, monkeypatch, capsys):
     monkeypatch.setattr(chunking, "load", lambda *_: loaded)
-    command = ["bench", "chunking", "--streams", "3", "--prompt-tokens", "60", "--budgets", "9", "20", "--rounds", "1"]
+    size = ["--streams", "3", "--stream-tokens", "9", "--prompt-tokens", "60"]
+    command = ["bench", "chunking", *size, "--budgets", "9", "20", "--rounds", "1"]
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [result["setting"] for result in report["results"]] == ["whole", "9", "20", "auto"]
@@ -104,3 +105,14 @@ def test_the_command_prints_every_setting_with_its_circumstances(loaded, monkeyp
 def test_a_budget_that_leaves_prompts_nothing_is_refused(capsys):
     assert main(["bench", "chunking", "--streams", "10", "--budgets", "10"]) == 2
     assert "each budget above the streams" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", [WHOLE, "8", AUTO])
+def test_all_streams_begin_to_talk_in_one_step_whatever_the_setting(loaded, setting):
+    work = Work([list(range(1, 60)), list(range(2, 70))], [1, 2, 3], 4)
+    engine, came = engine_for(setting, loaded, work), {}
+    before = engine.scheduler.max_num_batched_tokens, engine.budget
+    chunking.begin(engine, work, came)
+    assert {name: len(times) for name, times in came.items()} == {"s0": 1, "s1": 1}
+    assert (engine.scheduler.max_num_batched_tokens, engine.budget) == before
+    engine.check_integrity()

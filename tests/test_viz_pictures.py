@@ -142,6 +142,12 @@ def test_long_and_many_tables_are_shortened_and_say_so(large):
     assert len(figure["data"][4]["text"]) == 8 * 11
 
 
+@pytest.mark.parametrize(("stop", "ticks"), [(1, "dtick"), (5, "dtick"), (12, "dtick"), (13, "nticks"), (2.5, "nticks")])
+def test_a_short_timeline_names_whole_steps_only(stop, ticks):
+    axis = timeline([Span("ana", 0, stop, "decode")]).data_json()["layout"]["xaxis"]
+    assert ticks in axis and axis[ticks] == {"dtick": 1, "nticks": 12}[ticks]
+
+
 def test_the_timeline_holds_every_span_once():
     recording = small()
     figure = timeline(recording).data_json()

@@ -5,9 +5,12 @@
                  calm │ while it is read │ calm
 
 Every setting serves the same work: the same prompts, so many tokens for each stream that all of them talk until the
-prompt is read, and for a while after, whatever the budget. A gap is the time between two tokens of one stream; the gaps
-of all are pooled. Calm are those of `CALM_STEPS` steps before the prompt came, and of as many after it was read: the
-streams have grown by then, and look back at more themselves, which is not the prompt's fault.
+prompt is read, and for a while after, whatever the budget. The streams were asked what people ask (the median prompt of
+the Azure conversation trace has 1,020 tokens), and it is read before the clock starts.
+
+A gap is the time between two tokens of one stream; the gaps of all are pooled. Calm are those of `CALM_STEPS` steps
+before the prompt came, and of as many after it was read: the streams have grown by then, and look back at more
+themselves, which is not the prompt's fault.
 
 The settings take turns, round after round, so that a machine that grows slower does so for all of them. A figure is the
 median of its rounds, a ratio the median of the rounds' ratios. "auto" begins anew in each round, and aims at `AIM` times
@@ -39,7 +42,7 @@ from labcore.viz.spread import percentile
 
 BUDGETS = (32, 48, 64, 96, 128, 256, 1024)
 WHOLE, AUTO = "whole", "auto"
-CALM_STEPS, STREAM_PROMPT, BLOCK_SIZE = 32, 24, 16
+CALM_STEPS, BLOCK_SIZE = 32, 16
 GOAL_GAP, GOAL_LOSS = 2.0, 0.10
 AIM = 1.6
 """What "auto" aims at, in calm medians: below the goal, because single steps scatter around what it finds."""
@@ -47,7 +50,7 @@ AIM = 1.6
 
 @dataclass(frozen=True)
 class Work:
-    """`streams` short prompts, each with `output_tokens` to say, and one long prompt that wants one token."""
+    """`streams` prompts, each with `output_tokens` to say, and one long prompt that wants one token."""
 
     streams: list[list[int]]
     long: list[int]
@@ -62,7 +65,7 @@ class Times:
     overall   median gap over the whole run
     p99, longest   gaps that end while the prompt is read
     ttft      from the prompt's arrival to its token
-    seconds   the whole of the work
+    seconds   the whole of the work but for the streams' prompts
     budget    tokens of the largest step after the prompt came
     """
 
@@ -93,10 +96,12 @@ class Result:
         return self.gap <= GOAL_GAP and self.throughput >= 1 - GOAL_LOSS
 
 
-def make_work(vocab_size: int, num_streams: int, prompt_tokens: int, budgets: Sequence[int], seed: int = 0) -> Work:
+def make_work(
+    vocab_size: int, num_streams: int, stream_tokens: int, prompt_tokens: int, budgets: Sequence[int], seed: int = 0
+) -> Work:
     """Random tokens, no two prompts alike; streams long enough to outlast the prompt under the smallest budget."""
     rng = np.random.default_rng(seed)
-    lengths = [STREAM_PROMPT] * num_streams + [prompt_tokens]
+    lengths = [stream_tokens] * num_streams + [prompt_tokens]
     *streams, long = (rng.integers(10, vocab_size, size=n).tolist() for n in lengths)
     fewest = max(1, min(AdaptiveBudget(1.0).smallest, *(budget - num_streams for budget in budgets)))
     return Work(streams, long, 2 * CALM_STEPS + 8 + ceil(prompt_tokens / fewest))
@@ -117,10 +122,7 @@ def engine_for(setting: str, loaded: LoadedModel, work: Work) -> Engine:
 def serve(setting: str, loaded: LoadedModel, work: Work) -> Times:
     """One run: the streams talk, the prompt arrives, everybody is served to the end."""
     engine, came = engine_for(setting, loaded, work), {}
-    params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True)
-    for number, prompt in enumerate(work.streams):
-        came[f"s{number}"] = []
-        engine.add_request(f"s{number}", prompt, params)
+    begin(engine, work, came)
     start = time.perf_counter()
     while min(map(len, came.values())) <= CALM_STEPS:
         step(engine, came)
@@ -140,6 +142,17 @@ def serve(setting: str, loaded: LoadedModel, work: Work) -> Times:
     after = gaps([moment for moment in times if moment >= done][: CALM_STEPS + 1] for times in came.values())
     figures = (median(before + after), median(gaps(came.values())), percentile(stalled, 0.99), max(stalled), done - arrived)
     return Times(*(round(1000 * figure, 1) for figure in figures), round(seconds, 3), largest)
+
+
+def begin(engine: Engine, work: Work, came: dict[str, list[float]]) -> None:
+    """Read the streams' prompts in one step, whatever the setting: all of them begin to talk at the same time."""
+    params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True)
+    for number, prompt in enumerate(work.streams):
+        engine.add_request(f"s{number}", prompt, params)
+    budget, tokens = engine.budget, engine.scheduler.max_num_batched_tokens
+    engine.budget, engine.scheduler.max_num_batched_tokens = None, sum(map(len, work.streams))
+    step(engine, came)
+    engine.budget, engine.scheduler.max_num_batched_tokens = budget, tokens
 
 
 def step(engine: Engine, came: dict[str, list[float]]) -> None:
@@ -184,7 +197,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("chunking", help="gaps of running streams while a long prompt comes, by budget")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=10)
-    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--stream-tokens", type=int, default=1024, help="prompt of each stream (1024)")
+    parser.add_argument("--prompt-tokens", type=int, default=4096, help="the long prompt (4096)")
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -192,10 +206,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.streams < 1 or args.prompt_tokens < 1 or args.rounds < 1 or min(args.budgets) <= args.streams:
-        raise ValueError("streams, prompt-tokens and rounds must be at least 1, and each budget above the streams.")
+    if min(args.streams, args.stream_tokens, args.prompt_tokens, args.rounds) < 1 or min(args.budgets) <= args.streams:
+        raise ValueError("streams, their tokens, prompt-tokens and rounds must be at least 1, each budget above the streams.")
     loaded = load(args.model, "auto", "auto")
-    work = make_work(loaded.vocab_size, args.streams, args.prompt_tokens, args.budgets)
+    work = make_work(loaded.vocab_size, args.streams, args.stream_tokens, args.prompt_tokens, args.budgets)
     results = measure(loaded, work, args.budgets, args.rounds)
     print(json.dumps(report(results, work, args.rounds), indent=2) if args.json else table(results, work))
     return 0
@@ -207,7 +221,7 @@ def report(results: Sequence[Result], work: Work, rounds: int) -> dict:
         **circumstances("chunking", torch, transformers, cores=torch.get_num_threads()),
         "workload": {
             "streams": len(work.streams),
-            "stream_prompt_tokens": STREAM_PROMPT,
+            "stream_prompt_tokens": len(work.streams[0]),
             "stream_output_tokens": work.output_tokens,
             "long_prompt_tokens": len(work.long),
             "calm_steps": CALM_STEPS,
@@ -233,7 +247,8 @@ def report(results: Sequence[Result], work: Work, rounds: int) -> dict:
 def table(results: Sequence[Result], work: Work) -> str:
     """A line a setting, and whether any meets the goal."""
     lines = [
-        f"{len(work.streams)} streams of {work.output_tokens} tokens; a prompt of {len(work.long):,} tokens arrives",
+        f"{len(work.streams)} streams, {len(work.streams[0]):,} tokens asked and {work.output_tokens} told; "
+        f"a prompt of {len(work.long):,} tokens arrives",
         "setting     calm median gap   P99 while it is read      longest        its TTFT   throughput   goal",
     ]
     for result in results:

@@ -13,6 +13,7 @@ from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 
 Run = Recording | Sequence[Span]
 MAX_TICKS = 40
+MOST_STEPS_NAMED = 12
 
 
 def timeline(
@@ -55,13 +56,15 @@ def timeline(
     width = 1 / max(1, len(runs))
     cut = 18 if len(runs) < 2 else 12
     longest = max((len(short(name, cut)) for rows in names for name in rows), default=0)
+    few = float(stop - start).is_integer() and stop - start <= MOST_STEPS_NAMED
+    ticks = {"dtick": 1} if few else {"nticks": MOST_STEPS_NAMED}  # there is no step 1.5
     gap = 0.03 + 0.009 * longest  # room for the names of every run but the first
     for k, (run, rows) in enumerate(zip(spans, names, strict=True)):
         suffix = "" if k == 0 else str(k + 1)
         traces += _bars(run, rows, suffix, {span.state for other in spans for span in other}, first=k == 0)
         domain = [k * width + (gap if k else 0), (k + 1) * width]
         layout[f"xaxis{suffix}"] = axis(
-            "step", domain=domain, range=[start, stop], anchor=f"y{suffix}", ticks="outside", ticklen=3, nticks=12
+            "step", domain=domain, range=[start, stop], anchor=f"y{suffix}", ticks="outside", ticklen=3, **ticks
         )
         layout[f"yaxis{suffix}"] = _row_axis(rows, tallest, f"x{suffix}", cut)
         if titles[k]:
