@@ -4,10 +4,12 @@ A step costs a fixed part, the weights that it reads, and a part for each token.
 walks along that line to the target, from below as from above, and doesn't overshoot:
 
     seconds                           ╱
-    target ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄ 3╱┄┄        1  32 tokens took a third of the target: try twice as many
-                               2 ╱             2  64 took two thirds: 96
-                       1 ╱                     3  96 took 0.95 of it: 101, and there it stays
-     fixed ┤      ╱
+    target ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄ 3╱┄┄        1  50 tokens took 0.65 of the target: try 50 / 0.65 = 76
+                               2 ╱             2  76 took 0.83: 91
+                         1   ╱                 3  91 took 0.94: 97, and so on to 100
+                         ╱
+                     ╱
+    fixed  ┤     ╱
            └────────┴────────┴───────┴──→ tokens
 
 Built in notebook 06. Source: Sarathi-Serve (Agrawal et al. 2024), a budget chosen for a time between tokens.

@@ -46,7 +46,7 @@ class WholePrompts(ChunkPolicy):
 class ChunkedPrefill(ChunkPolicy):
     """A prompt is computed in as many pieces as the others leave room for. Built in notebook 06.
 
-    max_partial_prefills   prompts that may be left unfinished by one step; the next one in line waits
+    max_partial_prefills   prompts that may be left unfinished by one step; the next one in line waits, and those behind it
     long_prefill_threshold most tokens that one prompt takes of a step, so that shorter ones beside it overtake; 0: all
     Source: Sarathi-Serve (Agrawal et al. 2024), chunked prefills and stall-free batching.
     """

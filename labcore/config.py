@@ -31,7 +31,7 @@ class EngineConfig:
     tbt_target_ms            milliseconds between two tokens of a running request that "auto" aims at
     enable_prefix_caching    reuse KV blocks whose tokens were computed before
     enable_chunked_prefill   let a long prompt share its steps with others, in pieces
-    max_num_partial_prefills prompts that one step may leave unfinished
+    max_num_partial_prefills prompts that one step may leave unfinished; the next one in line waits, and those behind it
     long_prefill_token_threshold   most tokens that one prompt takes of a step, so that shorter ones overtake; 0 is off
     scheduling_policy        "fcfs", or "priority" (a smaller number goes first)
     priority_aging_steps     steps of waiting that are worth one priority number, so that nobody starves ("priority")

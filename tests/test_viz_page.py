@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from toy_engine import ToyEngine
 
 from labcore.cli import main
+from labcore.recorder import Recording
 from labcore.viz.page import event_line, page
 
 EVIL = "</script><script>alert(1)</script>"
@@ -79,6 +81,8 @@ def test_trace_writes_the_page(file, tmp_path, capsys):
     [
         (["--step", "999"], "step is 999; recorded steps are 1 …"),
         (["--step", "999", "--json"], "step is 999"),
+        (["--step", "999", "--html", "never.html"], "step is 999"),
+        (["--html", ""], "Is a directory"),
         (["--html", "/no/such/folder/out.html"], "/no/such/folder/out.html"),
     ],
 )
@@ -86,6 +90,60 @@ def test_what_trace_cannot_do_it_says_in_one_line(file, capsys, arguments, messa
     assert main(["trace", file, *arguments]) > 0
     out, error = capsys.readouterr()
     assert message in error and error.count("\n") == 1 and out == ""
+
+
+def test_trace_never_writes_over_the_record_or_half_a_page(file, tmp_path, capsys):
+    record = Path(file).read_bytes()
+    assert main(["trace", file, "--html", file]) == 2
+    assert "the record itself" in capsys.readouterr().err and Path(file).read_bytes() == record
+    out = tmp_path / "run.html"
+    assert main(["trace", file, "--html", str(out), "--title", "a\udcff"]) == 0, "a byte that is no text, from a shell"
+    assert "<title>a?</title>" in out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("there", "instead"),
+    [
+        ('"work":[0,', '"work":[77,'),
+        ('["arrive",0', '["arrive",9'),
+    ],
+)
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--html", "never.html"]])
+def test_a_record_that_contradicts_itself_is_refused_in_one_line(file, capsys, there, instead, arguments):
+    text = Path(file).read_text()
+    assert there in text
+    Path(file).write_text(text.replace(there, instead))
+    assert main(["trace", file, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "contradicts itself" in error and error.count("\n") == 1 and not Path("never.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--html", "never.html"], ["--step", "2"]])
+def test_a_record_of_more_blocks_than_it_has_is_refused_where_they_matter(file, capsys, arguments):
+    Path(file).write_text(Path(file).read_text().replace('"num_blocks":10', '"num_blocks":2'))
+    assert main(["trace", file, *arguments]) == 2
+    assert "contradicts itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("instead", ['"num_blocks":"x"', '"num_blocks":0', '"num_blocks":null'])
+def test_a_header_that_is_no_size_is_refused(file, capsys, instead):
+    Path(file).write_text(Path(file).read_text().replace('"num_blocks":10', instead))
+    assert main(["trace", file]) == 2
+    assert "num_blocks is" in capsys.readouterr().err
+
+
+def test_what_came_after_the_last_step_is_no_step_of_its_own_when_read_back(tmp_path, capsys):
+    engine = ToyEngine()
+    engine.add("early", 5, 3)
+    engine.run()
+    steps = engine.recorder.steps
+    engine.add("late", 5, 3)
+    engine.recorder.save(tmp_path / "run.json")
+    loaded = Recording.load(tmp_path / "run.json")
+    assert loaded.steps == steps and loaded.request_ids() == engine.recorder.request_ids()
+    assert [event.kind for event in loaded.events()][-1] == "arrive"
+    assert main(["trace", str(tmp_path / "run.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == len(steps)
 
 
 def test_files_that_are_no_record_are_refused(tmp_path, capsys):

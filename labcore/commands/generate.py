@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def whole_or_auto(text: str) -> int | str:
     """An option's value: a whole number, or the word auto."""
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, nor auto") from None
 
 
 ENGINE_OPTIONS = (

@@ -3,6 +3,8 @@
     {"format": "labcore-recording", "version": 1, "num_blocks": 24, "block_size": 16, …, "pieces": {"523": " the"}}
     {"step": 1, "start": 0.0, "duration": 0.034, "before": [["arrive", 0, [], {…}]], "work": [0, 6], …}
     {"end": 1}
+
+If events came after the last step, they are one more line, and the last one says {"end": 2, "pending": true}.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ def save(recording: Recording, path: str | Path) -> None:
     header = {"format": FORMAT, "version": VERSION} | {name: getattr(recording, name) for name in HEADER_FIELDS}
     if recording.decode is not None:
         header["pieces"] = {str(token): recording.decode([token]) for token in sorted(_tokens(records))}
+    end = {"end": len(records)} | ({"pending": True} if recording.pending else {})
     with open(path, "w", encoding="utf-8") as file:
-        for line in (header, *map(_packed, records), {"end": len(records)}):
+        for line in (header, *map(_packed, records), end):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
@@ -45,12 +48,17 @@ def load(path: str | Path) -> Recording:
     end = _parse(path, len(lines), lines[-1])
     if end is None or end.get("end") != len(lines) - 2:
         raise ValueError(f"{path} is cut short after line {len(lines)} — copy it again, or record the run again.")
+    for name in ("num_blocks", "block_size"):
+        if name in header and not (isinstance(header[name], int) and header[name] >= 1):
+            raise ValueError(f"{path}, line 1: {name} is {header[name]!r}; it must be a whole number of at least 1.")
     try:
         recording = Recording(**{name: header[name] for name in HEADER_FIELDS})
     except KeyError as missing:
         raise ValueError(f"{path}, line 1: the header lacks {missing} — record the run again.") from None
     for number, line in enumerate(lines[1:-1], 2):
         recording.records.append(_record(path, number, line))
+    if end.get("pending") and recording.records:
+        recording.pending = recording.records.pop()
     pieces = header.get("pieces")
     if pieces is not None:
         recording.decode = lambda token_ids: "".join(pieces.get(str(token), "") for token in token_ids)

@@ -32,10 +32,25 @@ def run(arguments: argparse.Namespace) -> int:
     recording = Recording.load(arguments.file)
     if not recording.steps:
         raise ValueError(f"{arguments.file} holds no step — record a run with LLM(…, record=True) and save it.")
-    if arguments.html:
+    if arguments.html is not None and Path(arguments.html).resolve() == Path(arguments.file).resolve():
+        raise ValueError(f"--html is {arguments.html}, the record itself — name another file.")
+    try:
+        if arguments.step is not None:
+            recording.at(arguments.step)  # raises ValueError for one that there is not, also when a page is asked for
+        tell(recording, arguments)
+    except (LookupError, TypeError, AttributeError) as error:  # it is well formed, but its steps contradict each other
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{arguments.file} contradicts itself ({reason}) — record the run again.") from error
+    return 0
+
+
+def tell(recording: Recording, arguments: argparse.Namespace) -> None:
+    """What was asked for, on the screen or as a page."""
+    if arguments.html is not None:
         from labcore.viz.page import write_page
 
-        write_page(recording, arguments.html, arguments.title or Path(arguments.file).name)
+        title = arguments.title or Path(arguments.file).name
+        write_page(recording, arguments.html, title.encode("utf-8", "replace").decode())
         told = {"html": arguments.html, "bytes": Path(arguments.html).stat().st_size}
         print(json.dumps(told) if arguments.json else f"{told['html']}: {told['bytes'] / 1e6:.1f} MB")
     elif arguments.json:
@@ -51,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{told['steps']} steps, {told['requests']} requests, {pool}")
         print(", ".join(f"{count} {kind}" for kind, count in told["events"].items()))
         print(described)
-    return 0
 
 
 def summary(recording: Recording) -> dict[str, Any]:

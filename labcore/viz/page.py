@@ -70,7 +70,7 @@ PAGE = """<!doctype html>
 
 def write_page(recording: Recording, path: str | Path, title: str = "labcore flight record") -> None:
     """Write the page, about 5 MB, most of it plotly.js. Raises ValueError if no step was recorded."""
-    Path(path).write_text(page(recording, title), encoding="utf-8")
+    Path(path).write_bytes(page(recording, title).encode("utf-8"))  # all of it, or the file stays as it is
 
 
 def page(recording: Recording, title: str = "labcore flight record") -> str:

@@ -201,6 +201,24 @@ class HearsOnlyFullSteps(AdaptiveBudget):
             super().observe(num_tokens, seconds)
 
 
+class ClampsAgainstTheStep(AdaptiveBudget):
+    """Doubles and halves what was computed, not what was allowed."""
+
+    def observe(self, num_tokens, seconds):
+        if num_tokens < self.found and seconds <= self.target:
+            return
+        right = num_tokens * self.target / seconds if seconds > 0 else self.largest
+        right = min(max(right, num_tokens / 2), num_tokens * 2)
+        self.found = min(max(int(right), self.smallest), self.largest)
+
+
+class DistrustsAStepOnTheTarget(AdaptiveBudget):
+    def observe(self, num_tokens, seconds):
+        if num_tokens < self.found and seconds == self.target:
+            seconds *= 1 + 1e-12
+        super().observe(num_tokens, seconds)
+
+
 class DividesByNought(AdaptiveBudget):
     def observe(self, num_tokens, seconds):
         if num_tokens < self.found and seconds <= self.target:
@@ -302,6 +320,8 @@ WRONG = {
         (AddsAndHalves, "0.79 of a target"),
         (TrustsEveryStep, "a tenth of the target"),
         (LearnsFromIdleSteps, "the step was not full"),
+        (ClampsAgainstTheStep, "10 tokens took twice the target"),
+        (DistrustsAStepOnTheTarget, "10 tokens took exactly the target"),
         (HearsOnlyFullSteps, "300 tokens took 1.19 s"),
         (DividesByNought, "ZeroDivisionError"),
         (KeepsFractions, "found"),
