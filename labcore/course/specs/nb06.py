@@ -195,9 +195,9 @@ def check_observe(AdaptiveBudget: Any) -> None:
         (400, 10, 0.3, 400, "10 tokens took 0.3 s of 1; the budget was 400, so the step was not full", 3),
         (400, 300, 0.9, 400, "300 tokens took 0.9 s of 1; the budget was 400, so the step was not full", 3),
         (400, 10, 1.0, 400, "10 tokens took exactly the target; the budget was 400, so the step was not full", 3),
+        (400, 300, 1.19, 252, "300 tokens took 1.19 s, the target being 1; the budget was 400", 3),
         (400, 10, 2.0, 200, "10 tokens took twice the target; the budget was 400, and at most it halves", 2),
         (16, 26, 0.3, 32, "26 tokens took 0.3 of the target; found was 16, and at most it doubles", 2),
-        (400, 300, 1.19, 252, "300 tokens took 1.19 s, the target being 1; the budget was 400", 3),
         (16, 26, 0.9, 28, "26 tokens, all that was allowed, took 0.9 of the target; found was 16", 3),
     ):
         budget = AdaptiveBudget(1.0)
