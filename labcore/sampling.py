@@ -25,8 +25,9 @@ w_i / Σ w (the Gumbel-max trick, without the logarithm). E_i is a hash of (seed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -52,11 +53,17 @@ class SampledToken:
     rank: int | None = None
 
 
+Drawn = TypeVar("Drawn")
+
+
 class SamplingError(RuntimeError):
-    """Some rows have no sound best logit. Nothing was drawn; the other requests can be sampled again without these."""
+    """Some rows have no sound best logit. Nothing was drawn; the other requests can be sampled again without these.
+
+    why: the reason, for people
+    """
 
     def __init__(self, request_ids: list[str], why: str) -> None:
-        self.request_ids = request_ids
+        self.request_ids, self.why = request_ids, why
         names = ", ".join(map(repr, request_ids))
         super().__init__(f"no token can be chosen for request {names}: {why}.")
 
@@ -81,7 +88,7 @@ class Sampler:
         if not requests:
             return []
         best, choice = logits.max(dim=-1)  # all that a plain greedy row costs
-        check_best(best, requests, "its logits hold NaN or infinity, so the model's arithmetic broke down")
+        check_best(best, requests)
         token_ids = choice.tolist()
         drawn = [i for i, request in enumerate(requests) if not request.params.is_greedy]
         edited = [i for i, request in enumerate(requests) if request.params.is_greedy and self._is_edited(request)]
@@ -120,7 +127,36 @@ class Sampler:
         return self._token_keys
 
 
-def check_best(best: Tensor, requests: Sequence[Request], why: str) -> None:
+def draw_sound_rows(
+    draw: Callable[[Tensor, Sequence[Request]], list[Drawn]], logits: Tensor, requests: Sequence[Request]
+) -> list[Drawn | SamplingError]:
+    """What `draw(logits, requests)` gives for each row, [S, V]; for a row that it can't draw from, its SamplingError."""
+    results: list[Drawn | SamplingError | None] = [None] * len(requests)
+    rows = list(range(len(requests)))
+    while rows:
+        try:
+            drawn = draw(logits, [requests[row] for row in rows])
+        except SamplingError as error:
+            unsound = set(error.request_ids)
+            for row in rows:
+                if requests[row].request_id in unsound:
+                    results[row] = error
+            kept = [i for i, row in enumerate(rows) if results[row] is None]
+            if len(kept) == len(rows):  # it names no request of the batch
+                raise
+            logits, rows = logits[kept], [rows[i] for i in kept]
+        else:
+            for row, one in zip(rows, drawn, strict=True):
+                results[row] = one
+            break
+    return results
+
+
+def check_best(
+    best: Tensor,
+    requests: Sequence[Request],
+    why: str = "its logits hold NaN or infinity, so the model's arithmetic broke down",
+) -> None:
     """Raise SamplingError if any row's best logit, [S], is NaN or infinite: then the row has no best token at all."""
     sound = torch.isfinite(best).tolist()
     if not all(sound):

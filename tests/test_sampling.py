@@ -24,6 +24,7 @@ from labcore.sampling import (
     apply_temperature,
     apply_top_k,
     draw,
+    draw_sound_rows,
     exponential_noise,
     mix,
     row_keys,
@@ -530,6 +531,27 @@ class TestFaults:
         with pytest.raises(SamplingError, match=r"request 'b', 'd': its logits hold NaN or infinity") as caught:
             Sampler([])(logits, requests)
         assert caught.value.request_ids == ["b", "d"]
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_broken_rows_get_their_error_and_the_others_their_token(self, temperature):
+        """Rows 1 and 3 are broken, row 4 is banned from everything: two reasons, found one after the other."""
+        logits = torch.randn(6, 9)
+        logits[1, 3] = logits[3, 0] = math.nan
+        wanted = params(temperature=temperature, seed=1)
+        requests = [request(wanted, name=name) for name in "abcdef"]
+        requests[4] = request(params(temperature=temperature, min_tokens=1, stop_token_ids=list(range(9))), name="e")
+        results = draw_sound_rows(Sampler([]), logits, requests)
+        whys = {row: result.why for row, result in enumerate(results) if isinstance(result, SamplingError)}
+        assert {row: why.split()[0] for row, why in whys.items()} == {1: "its", 3: "its", 4: "min_tokens"}
+        for row in (0, 2, 5):
+            assert results[row] == Sampler([])(logits[row : row + 1], [requests[row]])[0]
+
+    def test_an_error_that_names_no_row_of_the_batch_is_not_asked_again(self):
+        def draw(logits, requests):
+            raise SamplingError(["another"], "no reason")
+
+        with pytest.raises(SamplingError, match="another"):
+            draw_sound_rows(draw, torch.zeros(1, 9), [request(params())])
 
     @pytest.mark.parametrize("place", [0, 4, 8])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
