@@ -28,6 +28,8 @@ class BeamGroup(Group):
 
     They may come in different steps: a beam that was preempted is still being computed while its siblings stand ready.
     What a beam has offered is void once it is preempted: it is computed again, and offers again.
+
+    Times and preemptions are the search's, which goes on when its first beam is dropped.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class BeamGroup(Group):
         self._tokenizer = tokenizer
         self._offers: dict[str, Offer] = {}
         self._births = 1
-        self._aborted = False
+        self._ended_by: str | None = None
+        self._preemptions_of_ended = 0
 
-    def take(self, request: Request, candidates: list[tuple[int, float]]) -> Change:
+    def take(self, request: Request, candidates: list[tuple[int, float]], now: float) -> Change:
         """A beam's likeliest next tokens are there. Nothing changes before the last beam's are."""
         self._offers[request.request_id] = Offer(candidates, request.num_preemptions)
         parents = self.requests
@@ -62,24 +65,20 @@ class BeamGroup(Group):
             beam.output_token_ids.append(token_id)
         self.requests = change.grown = [beam for beam, _ in grown]
         change.ended = [beam for i, beam in enumerate(parents) if i not in continued]
-        for beam in change.ended:
-            beam.finish_reason = "dropped"
+        self._let_go(change.ended, "dropped")
+        metrics = self._root.metrics
+        metrics.first_token_time = now if metrics.first_token_time is None else metrics.first_token_time
+        metrics.finished_time = now if self.finished else None
         return change
-
-    def abort(self) -> list[Request]:
-        ended, self.requests, self._aborted = self.requests, [], True
-        for beam in ended:
-            beam.finish_reason = "abort"
-        return ended
 
     def output(self) -> RequestOutput:
         """The best texts so far, best first."""
         outputs = [
             CompletionOutput(
                 index=k,
-                text="" if self._tokenizer is None else self._tokenizer.decode(text.token_ids, skip_special_tokens=True),
+                text=self._text(text.token_ids),
                 token_ids=list(text.token_ids),
-                finish_reason=text.finish_reason or ("abort" if self._aborted else None),
+                finish_reason="error" if self.error is not None else text.finish_reason or self._ended_by,
                 cumulative_logprob=text.logprob,
             )
             for k, text in enumerate(self.search.best())
@@ -90,9 +89,35 @@ class BeamGroup(Group):
             root.prompt_token_ids,
             root.num_cached_tokens,
             outputs,
-            replace(root.metrics, num_preemptions=root.num_preemptions),
+            replace(root.metrics, num_preemptions=self._num_preemptions),
             finished=self.finished,
+            error=self.error,
         )
+
+    @property
+    def _num_preemptions(self) -> int:
+        return self._preemptions_of_ended + sum(beam.num_preemptions for beam in self.requests)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        except Exception:
+            if self.error is None:
+                raise
+            return ""
+
+    def _end(self, reason: str, now: float) -> list[Request]:
+        ended, self.requests, self._ended_by = self.requests, [], reason
+        self._let_go(ended, reason)
+        self._root.metrics.finished_time = now
+        return ended
+
+    def _let_go(self, beams: Sequence[Request], reason: str) -> None:
+        for beam in beams:
+            beam.finish_reason = reason
+            self._preemptions_of_ended += beam.num_preemptions
 
     def _has_offered(self, beam: Request) -> bool:
         offer = self._offers.get(beam.request_id)

@@ -22,26 +22,36 @@ class Completion:
         if request.params.logprobs is not None:
             self.output.cumulative_logprob, self.output.logprobs = 0.0, []
 
-    def append(self, token: SampledToken, eos_token_ids: Collection[int]) -> str | None:
-        """Take one more token in. Returns the finish reason if it is the last one."""
+    def append(self, token: SampledToken, eos_token_ids: Collection[int], now: float) -> str | None:
+        """Take one more token in. Returns the finish reason if it is the last one.
+
+        If the tokenizer raises, the token and its log-probability are in, and the text is what it was before.
+        """
         request, output = self.request, self.output
         request.output_token_ids.append(token.token_id)
-        ended = self._is_end(token.token_id, eos_token_ids)
-        if not ended:  # an end token is no text, whether or not the tokenizer calls it special
-            self.detokenizer.append(token.token_id)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
         if output.logprobs is not None:
             output.cumulative_logprob += token.logprob
             output.logprobs.append(token.logprobs)
+        ended = self._is_end(token.token_id, eos_token_ids)
+        if not ended:  # an end token is no text, whether or not the tokenizer calls it special
+            self.detokenizer.append(token.token_id)
         reason = self._finish_reason(ended)
         if reason is not None:
-            self.finish(reason)
+            self.show_rest()
+            self.end(reason, now)
         output.text = self.detokenizer.text
         return reason
 
-    def finish(self, reason: str) -> None:
+    def show_rest(self) -> None:
+        """No more tokens come: what the text held back is shown."""
         self.detokenizer.finish()
         self.output.text = self.detokenizer.text
+
+    def end(self, reason: str, now: float) -> None:
         self.output.finish_reason = self.request.finish_reason = reason
+        self.request.metrics.finished_time = now
 
     def fork(self, child: Request) -> Completion:
         """A continuation that says what this one has said so far, and goes on by itself. child: computes it."""
@@ -75,9 +85,9 @@ class CompletionGroup(Group):
         self._by_id = {completion.request.request_id: completion for completion in completions}
         self._eos_token_ids = eos_token_ids
 
-    def take(self, request: Request, token: SampledToken) -> Change:
+    def take(self, request: Request, token: SampledToken, now: float) -> Change:
         """One of the continuations gained a token."""
-        reason = self._by_id[request.request_id].append(token, self._eos_token_ids)
+        reason = self._by_id[request.request_id].append(token, self._eos_token_ids, now)
         if reason is None:
             return Change(grown=[request])
         self.requests.remove(request)
@@ -87,11 +97,10 @@ class CompletionGroup(Group):
         """A group of one, which begins with the text of one of these. child: has the parent's tokens already."""
         return CompletionGroup(child.request_id, [self._by_id[parent.request_id].fork(child)], self._eos_token_ids)
 
-    def abort(self) -> list[Request]:
-        ended, self.requests = self.requests, []
-        for request in ended:
-            self._by_id[request.request_id].finish("abort")
-        return ended
+    def abort(self, now: float) -> list[Request]:
+        for request in self.requests:
+            self._by_id[request.request_id].show_rest()
+        return super().abort(now)
 
     def output(self) -> RequestOutput:
         first = self.completions[0].request
@@ -102,7 +111,14 @@ class CompletionGroup(Group):
             outputs=[completion.snapshot() for completion in self.completions],
             metrics=self._metrics(),
             finished=self.finished,
+            error=self.error,
         )
+
+    def _end(self, reason: str, now: float) -> list[Request]:
+        ended, self.requests = self.requests, []
+        for request in ended:
+            self._by_id[request.request_id].end(reason, now)
+        return ended
 
     def _metrics(self) -> RequestMetrics:
         """Of the group as a whole: the first token is the earliest of all, the last one the latest."""

@@ -17,6 +17,7 @@ from labcore.chunking import ChunkPolicy
 from labcore.config import EngineConfig
 from labcore.engine import Params
 from labcore.gate import check_text
+from labcore.interrupt import interruptible
 from labcore.models import LoadedModel, load
 from labcore.outputs import RequestOutput
 from labcore.prefix import PrefixCache
@@ -79,13 +80,18 @@ class LLM:
         prompts    a text, a list of token ids, or a list of either
         params     one for all, or one a prompt
         priority   likewise; matters under scheduling_policy="priority"
-        Raises ValueError, with nothing queued, if any of them is bad. Whatever interrupts it, no request stays behind.
+        A prompt that fails by itself (its logits are NaN, the tokenizer raises on its tokens) has its place in the list, too:
+        its `error` says why, and its finish_reason is "error". The others are answered.
+        Raises ValueError, with nothing queued, if any of them is bad, and EngineBusy if another thread is served. Whatever
+        interrupts it, no request stays behind.
         """
         prompts = as_list_of_prompts(prompts)
         params = one_each("params", SamplingParams() if params is None else params, len(prompts))
         priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
-        tokens = [self._encode(i, prompt) for i, prompt in enumerate(prompts)]
-        outputs = self._serve(tokens, params, priorities, use_tqdm)
+        with self.engine.exclusive():
+            with interruptible():
+                tokens = [self._encode(i, prompt) for i, prompt in enumerate(prompts)]
+            outputs = self._serve(tokens, params, priorities, use_tqdm)
         for output, prompt in zip(outputs, prompts, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
         return outputs
@@ -105,9 +111,11 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if not conversations:
             raise ValueError("messages is empty; it must have at least 1 message with a role and a content.")
-        tokens = [self.chat_tokens(conversation) for conversation in conversations]
-        params = one_each("params", SamplingParams() if params is None else params, len(tokens))
-        return self._serve(tokens, params, [0] * len(tokens), use_tqdm)
+        params = one_each("params", SamplingParams() if params is None else params, len(conversations))
+        with self.engine.exclusive():
+            with interruptible():
+                tokens = [self.chat_tokens(conversation) for conversation in conversations]
+            return self._serve(tokens, params, [0] * len(tokens), use_tqdm)
 
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams | Sequence[BeamSearchParams] | None = None, use_tqdm: bool = False
@@ -150,6 +158,7 @@ class LLM:
     def _serve(
         self, prompts: list[list[int]], params: list[Params], priorities: list[int], use_tqdm: bool
     ) -> list[RequestOutput]:
+        """Inside `Engine.exclusive`: nothing comes in between, and only a step is interrupted."""
         engine = self.engine
         if engine.has_unfinished_requests():
             raise RuntimeError(
@@ -167,7 +176,8 @@ class LLM:
                 while len(done) < len(ids):
                     finished = [output for output in engine.step() if output.finished]
                     done.update((output.request_id, output) for output in finished)
-                    bar.update(len(finished))
+                    with interruptible():  # between two steps: one that plans nothing runs no model
+                        bar.update(len(finished))
         finally:
             for request_id in engine.request_ids():
                 engine.abort(request_id)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class CompletionOutput:
     """One continuation of a prompt, as far as it has come.
 
-    finish_reason is None while it grows, then "stop" (end token, stop id or stop string), "length" or "abort".
+    finish_reason is None while it grows, then "stop" (end token, stop id or stop string), "length", "abort", or "error":
+    then `RequestOutput.error` says why, and tokens and text are what there was before.
     logprobs holds one dict a token, {token id: log-probability}, when the request asked for them; natural log, of the
     model's own distribution before temperature, penalties and truncation.
     """
@@ -48,7 +49,11 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """All continuations of one prompt. num_cached_tokens counts prompt tokens whose KV was found, not computed."""
+    """All continuations of one prompt.
+
+    num_cached_tokens   prompt tokens whose KV was found, not computed
+    error               why the request failed, in one line; None if it didn't. Only this request has failed
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -56,4 +61,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     finished: bool = False
+    error: str | None = None
     prompt: str | None = field(default=None, repr=False)

@@ -30,8 +30,9 @@ class Registry:
         self.owners[request.request_id] = group
 
     def leave(self, request: Request) -> None:
-        """It is served no more, and its name is free."""
-        del self.requests[request.request_id], self.owners[request.request_id]
+        """It is served no more, if it ever was, and its name is free."""
+        self.requests.pop(request.request_id, None)
+        self.owners.pop(request.request_id, None)
 
     def group(self, request_id: str) -> Group:
         """What a caller asked for under this id. Raises ValueError if nothing that is still served."""

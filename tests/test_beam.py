@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import count
 
 import pytest
 import torch
@@ -275,3 +276,44 @@ def follow_random_beams(rng, pool):
     with pytest.raises(BlockError):
         pool.free([0])
     assert pool.num_free == 40
+
+
+@pytest.mark.parametrize("max_tokens, num_blocks", [(1, 40), (2, 40), (7, 40), (7, 12)])
+def test_beam_metrics_are_those_of_the_whole_search(max_tokens, num_blocks):
+    """Case: of the first beam. `finished_time` was set while the search went on, and there was no first token of one."""
+    engine = remembering_llm(from_model(tiny("qwen3")), num_blocks=num_blocks, max_num_seqs=8).engine
+    ticks = count()
+    engine._clock = lambda: next(ticks)
+    params = BeamSearchParams(beam_width=4, max_tokens=max_tokens)
+    for i in range(2 * (num_blocks < 40)):
+        engine.add_request(f"r{i}", [3, 3, i], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    for _ in range(6):  # the others are about to want the blocks that the beams get
+        engine.step()
+    engine.add_request("beams", [0, 1, 2, 3, 0, 1], params, arrival_time=-1.0)
+    seen, began, others = [], next(ticks), {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.request_id == "beams":
+                seen.append((output, next(ticks)))
+            else:
+                others[output.request_id] = output.metrics.num_preemptions
+    for output, now in seen[:-1]:
+        assert not output.finished and output.metrics.finished_time is None and output.metrics.e2e is None
+        assert began < output.metrics.first_token_time < seen[0][1] <= now
+    last, now = seen[-1]
+    metrics = last.metrics
+    assert last.finished and metrics.arrival_time == -1.0
+    assert began < metrics.first_scheduled_time < metrics.first_token_time < seen[0][1]
+    assert metrics.first_token_time <= metrics.finished_time < now and metrics.finished_time >= now - 4
+    assert metrics.num_preemptions + sum(others.values()) == engine.stats()["num_preemptions"]
+    assert (metrics.num_preemptions > 1) == (num_blocks == 12)
+
+
+def test_beam_metrics_of_a_search_that_is_aborted_end_with_it():
+    engine = remembering_llm(from_model(tiny("qwen3")), num_blocks=40).engine
+    engine.add_request("beams", [0, 1, 2], BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True))
+    for _ in range(3):
+        (output,) = engine.step()
+    aborted = engine.abort("beams")
+    assert aborted.finished and aborted.metrics.finished_time > output.metrics.first_token_time
+    assert aborted.metrics.first_token_time == output.metrics.first_token_time

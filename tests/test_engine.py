@@ -469,10 +469,11 @@ def test_generate_leaves_no_request_behind_when_it_is_interrupted(loaded, monkey
     assert len(llm.generate(prompts(4), flat_out(3))[0].outputs[0].token_ids) == 3
 
 
-def test_a_model_whose_numbers_break_down_is_reported_by_request_and_can_be_aborted(loaded, monkeypatch):
+def test_nan_logits_end_their_request_with_an_error_and_the_others_go_on(model, loaded, monkeypatch):
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4).engine
-    engine.add_request("fine", prompts(4)[0], flat_out(4))
-    engine.add_request("broken", prompts(6)[0], flat_out(4))
+    fine, broken = prompts(4, 6)
+    engine.add_request("fine", fine, flat_out(4))
+    engine.add_request("broken", broken, flat_out(4))
     run_model = engine.runner.run
 
     def with_nan(plan, requests):
@@ -484,11 +485,11 @@ def test_a_model_whose_numbers_break_down_is_reported_by_request_and_can_be_abor
         return batch, logits
 
     monkeypatch.setattr(engine.runner, "run", with_nan)
-    with pytest.raises(RuntimeError, match="'broken'"):
-        engine.step()
+    failed = next(output for output in engine.step() if output.request_id == "broken")
+    assert failed.finished and failed.error.startswith("its logits hold NaN")
+    assert failed.outputs[0].finish_reason == "error" and failed.outputs[0].token_ids == []
     engine.check_integrity()
-    assert engine.abort("broken").outputs[0].token_ids == []
-    assert len(run(engine)["fine"].outputs[0].token_ids) == 4
+    assert run(engine)["fine"].outputs[0].token_ids == greedy(model, fine, 4)
 
 
 def test_stop_ids_and_end_tokens_stop_and_min_tokens_holds_them_off(model, loaded):
@@ -547,6 +548,11 @@ def test_the_audit_notices_a_leak_a_double_owner_and_a_lost_request(loaded):
     with pytest.raises(IntegrityError, match="not in exactly one queue"):
         engine.check_integrity()
     engine.scheduler.running.append(request)
+    engine.check_integrity()
+    said = request.output_token_ids.pop()
+    with pytest.raises(IntegrityError, match="request 'r' runs and has nothing to compute"):
+        engine.check_integrity()
+    request.output_token_ids.append(said)
     engine.check_integrity()
 
 

@@ -237,6 +237,29 @@ def test_a_step_that_broke_off_is_closed_and_the_record_goes_on():
     assert sum(event.kind == "token" for event in engine.recorder.events()) == 3
 
 
+def test_a_step_that_broke_off_while_it_was_planned_is_closed_with_what_it_took():
+    """Case: with no plan to go by, the record kept the blocks of requests that had lost theirs, and their hashes."""
+    engine = ToyEngine(prefix_cache=True)
+    ana = engine.add("ana", 9, 3)
+    engine.step()
+    engine.add("bo", 5, 2)
+    engine.recorder.begin_step()
+    engine._plan()  # and here the scheduler raised: the recorder never sees the plan
+    for request in list(engine.running):
+        engine.running.remove(request)
+        engine.waiting.append(request)
+        request.status, request.num_computed_tokens = Status.WAITING, 0
+        request.table.free()
+    for block in list(engine.block_to_hash)[:1]:
+        engine._forget(block)
+    engine.recorder.roll_back(engine.pool)
+    assert told(engine.recorder.at()) == truth(engine)
+    assert engine.recorder.at().requests["ana"].state == "preempted" and ana.num_computed_tokens == 0
+    assert [block.hash is not None for block in engine.recorder.at().blocks].count(True) == len(engine.block_to_hash)
+    engine.recorder.end_step(engine.pool)
+    assert engine.recorder.steps == [1, 2, 3], "an end without a beginning is a step of its own, and no error"
+
+
 def test_a_step_that_threw_its_work_away_leaves_its_requests_preempted():
     engine = ToyEngine()
     ana = engine.add("ana", 5, 3)
@@ -247,7 +270,7 @@ def test_a_step_that_threw_its_work_away_leaves_its_requests_preempted():
     engine.waiting.append(ana)
     ana.status, ana.num_computed_tokens = Status.WAITING, 0
     ana.table.free()
-    engine.recorder.end_step(engine.pool)
+    engine.recorder.roll_back(engine.pool)
     assert told(engine.recorder.at(2)) == truth(engine)
     assert engine.recorder.at(2).requests["ana"].state == "preempted"
     engine.step_number += 1

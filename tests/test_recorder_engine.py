@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from engines import assert_recorded_truly
 from tiny_models import prompt, tiny
 
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.blocks import BlockPool
 from labcore.models import from_model
 from labcore.request import RequestStatus
-
-
-def assert_recorded_truly(engine) -> None:
-    """Tables, refcounts, queues, progress and hashes of the last snapshot are the engine's own."""
-    snapshot, scheduler, pool = engine.recorder.at(), engine.scheduler, engine.pool
-    running = {request.request_id: request for request in scheduler.running}
-    assert snapshot.tables == {name: request.table.blocks for name, request in running.items() if request.table.blocks}
-    assert [block.refcount for block in snapshot.blocks] == [pool.refcount(b) for b in range(pool.num_blocks)]
-    assert set(snapshot.queues["running"]) == set(running)
-    for name, request in running.items():
-        told = snapshot.requests[name]
-        assert told.num_computed_tokens == request.num_computed_tokens
-        assert list(told.token_ids) == request.prompt_token_ids + request.output_token_ids
-    for block in snapshot.blocks:
-        known = scheduler.prefix_cache.hash_of(block.block)
-        assert block.hash == (None if known is None else known.hex())
-    assert snapshot.unaccounted == 0
 
 
 @pytest.mark.parametrize("num_blocks", [64, 20])

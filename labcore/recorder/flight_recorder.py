@@ -1,13 +1,13 @@
 """The flight recorder: what every step did to blocks, tables and queues, as plain data. It is behind every picture.
 
-The engine makes six calls at fixed points of its life, and nothing else in it knows of the recorder:
+The engine makes seven calls at fixed points of its life, and nothing else in it knows of the recorder:
 
     added(request)                      a request joined, or was forked from another
     begin_step(step)                    ┐
     scheduled(plan, requests)           │ after planning, before `num_computed_tokens` moves
     sampled(request, token_id)          │ one call a token
     finished(request)                   │ ended or aborted; also legal between two steps
-    end_step(pool)                      ┘
+    end_step(pool)                      ┘ or roll_back(pool), if the step broke off
 
 The pool and the scheduler have no hooks, so that any learner's version can be recorded: who took, shared, copied or
 gave back a block is found by comparing each table with what it was a step ago (`labcore.recorder.ledger`). That costs
@@ -91,7 +91,7 @@ class Recorder(Recording):
     def begin_step(self, step: int | None = None) -> None:
         """A step starts. Step numbers grow; the next free one is taken when `step` is None or has been used."""
         if self._in_step:  # the step before broke off with an error
-            self.end_step()
+            self.roll_back()
         following = self._following_step()
         self.pending = self.pending or StepRecord(following)
         self.pending.step = following if step is None else max(step, following)
@@ -134,6 +134,8 @@ class Recorder(Recording):
 
     def sampled(self, request: Any, token_id: int) -> None:
         """A request gained a token. One that was forked in this very step arrived with it already."""
+        if request.request_id not in self._tracked:
+            self.added(request)
         number = self._tracked[request.request_id].number
         if number not in self._forked:
             self.pending.tokens.append(number)
@@ -146,15 +148,27 @@ class Recorder(Recording):
             return
         events = self._now()
         self._ledger.note_hashes(tracked, self.hash_of, events)
+        if request.finish_reason == "error":
+            self._ledger.note_forgotten(tracked.table, self.hash_of, events)
         self._ledger.release(tracked, events)
         events.append(("finish", tracked.number, (), {"reason": request.finish_reason}))
 
-    def end_step(self, pool: Any = None) -> None:
-        """The step is over, well or not. The pool, if given, says how many blocks it has and how many are free."""
-        record = self.pending
+    def roll_back(self, pool: Any = None) -> None:
+        """The step broke off, in any phase, and is over: a request that ran and waits now has lost its blocks."""
+        events = self._now()
         for tracked in self._worked:
-            if _status(tracked.request) == "WAITING":  # the step broke off, and what it computed was thrown away
-                self._preempt(tracked, record.after)
+            self._ledger.note_hashes(tracked, self.hash_of, events)
+        for tracked in self._tracked.values():
+            if tracked.state == "running" and _status(tracked.request) == "WAITING":
+                self._preempt(tracked, events)
+        self._ledger.note_forgotten(sorted(self._ledger.hashed), self.hash_of, events)
+        self.end_step(pool)
+
+    def end_step(self, pool: Any = None) -> None:
+        """The step is over. The pool, if given, says how many blocks it has and how many are free."""
+        if not self._in_step:
+            self.begin_step()
+        record = self.pending
         for tracked in self._tracked.values():
             if tracked.state == "waiting":
                 self._join(tracked, record.after)

@@ -151,6 +151,16 @@ class BlockLedger:
             events.append(("cached", tracked.number, blocks, {"hashes": list(hashes)}))
 
 
+    def note_forgotten(
+        self, blocks: Iterable[int], hash_of: Callable[[int], Any] | None, events: list[RareEvent]
+    ) -> None:
+        """Report the blocks that the prefix cache finds no more, though they weren't handed out again."""
+        lost = [block for block in blocks if block in self.hashed and (hash_of is None or hash_of(block) is None)]
+        if lost:
+            self.hashed.difference_update(lost)
+            events.append(("evict", None, tuple(lost), None))
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the longest common beginning."""
     if b[: len(a)] == a:
