@@ -203,7 +203,7 @@ def test_a_stream_prints_only_what_is_new_and_at_once(monkeypatch):
             return bool(self.texts)
 
         def step(self):
-            return [SimpleNamespace(outputs=[SimpleNamespace(text=self.texts.pop(0))])]
+            return [SimpleNamespace(outputs=[SimpleNamespace(text=self.texts.pop(0))], error=None)]
 
     happened = []
     screen = SimpleNamespace(write=happened.append, flush=lambda: happened.append("flush"))
@@ -222,6 +222,33 @@ def test_json_is_one_document_with_what_the_contract_names(tiny_folder, capsys):
         assert {"request_id", "prompt_token_ids", "num_cached_tokens", "outputs", "metrics"} <= request.keys()
         assert [len(output["token_ids"]) for output in request["outputs"]] == [5, 5]
         assert 0 <= request["ttft"] <= request["e2e"]
+
+
+@pytest.mark.parametrize("how", [[], ["--stream"], ["--json"]])
+def test_a_prompt_that_fails_by_itself_is_one_line_and_the_others_are_printed(tiny_folder, capsys, monkeypatch, how):
+    from labcore.runner import ModelRunner
+
+    whole = ModelRunner.run
+
+    def broken(self, plan, requests):
+        caught_up, logits = whole(self, plan, requests)
+        logits = logits.clone()
+        for row, request in enumerate(caught_up):
+            if request.prompt_token_ids == caught_up[-1].prompt_token_ids and len(request.output_token_ids) == 2:
+                logits[row] = float("nan")
+        return caught_up, logits
+
+    monkeypatch.setattr(ModelRunner, "run", broken)
+    prompts = ["Two"] if how == ["--stream"] else ["One", "Two"]
+    assert generate(tiny_folder, *prompts, "--max-tokens", "5", "--ignore-eos", *how) == 1
+    said = capsys.readouterr()
+    assert said.out
+    assert said.err == (
+        f"labcore: error: prompt {len(prompts)} failed: its logits hold NaN or infinity, so the model's arithmetic broke down\n"
+    )
+    if how == ["--json"]:
+        reasons = [request["outputs"][0]["finish_reason"] for request in json.loads(said.out)["requests"]]
+        assert reasons == ["length", "error"]
 
 
 def test_infinities_become_null_so_that_the_document_is_json():

@@ -93,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(document(arguments.model, outputs), indent=2))
     else:
         print_texts(outputs)
+    check_answered(outputs)
     return 0
 
 
@@ -134,6 +135,14 @@ def stream(llm: LLM, tokens: list[int], params: SamplingParams) -> None:
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print()
+    check_answered([output])
+
+
+def check_answered(outputs: list[RequestOutput]) -> None:
+    """Raises RuntimeError, in one line, if a prompt failed by itself. What the others say is printed by then."""
+    failed = [f"prompt {i + 1} failed: {output.error}" for i, output in enumerate(outputs) if output.error is not None]
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def print_texts(outputs: list[RequestOutput]) -> None:
