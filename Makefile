@@ -4,7 +4,8 @@
 # python -m labcore.setup lab
 
 # PYTHON=/path/to/python3.12 chooses the Python, VENV=/path where the environment goes. For `make lab`: PORT= (the first free
-# one from 8888 up), BROWSER=no (opens none), TOKEN= (a random one). For `make test`: BROWSER_TESTS=install gets a Chromium.
+# one from 8888 up), BROWSER=no (opens none), TOKEN= (a random one). For `make test`: BROWSER_TESTS=install has apt-get install
+# a Chromium where there is none; without it, the tests that need one are skipped.
 #
 # make hands these to the shell as variables. There they stand in double quotes, so they may hold spaces, quotes, anything.
 
@@ -37,7 +38,7 @@ help:  ## this list
 lab:  ## set up, fetch the model, open JupyterLab (PORT=, BROWSER=no, TOKEN=)
 	$(call SETUP,lab --venv="$$VENV" --port="$$PORT" --browser="$$BROWSER" --token="$$TOKEN")
 
-test:  ## set up, fetch the model, run every test and re-check every notebook
+test:  ## set up, fetch the model, run every test and re-check every notebook (BROWSER_TESTS=install)
 	$(call SETUP,test --venv="$$VENV")
 
 test-fast:  ## set up, run the tests that need no model and no browser and take seconds

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import browser
 import pytest
 
 from labcore.setup import __main__ as commands
@@ -678,6 +680,62 @@ def test_a_token_of_the_shell_is_not_used_and_a_given_one_is(tmp_path):
     given = make("lab", "TOKEN=mine", path=str(tmp_path), TOKEN="of-somebody")
     assert "of-somebody" not in plain.stdout
     assert "--token=mine" in given.stdout
+
+
+@posix
+def test_make_hands_the_wish_for_a_browser_on_to_the_tests(tmp_path):
+    (tmp_path / "python3").write_text('#!/bin/sh\ncase "$1" in -c) ;; *) echo "browser tests: $BROWSER_TESTS";; esac\n')
+    (tmp_path / "python3").chmod(0o755)
+    assert make("test", "BROWSER_TESTS=install", path=str(tmp_path)).stdout == "browser tests: install\n"
+    assert make("test", path=str(tmp_path)).stdout == "browser tests: \n"
+
+
+class TestChromium:
+    """What the browser tests do on a machine without a Chromium."""
+
+    @pytest.fixture
+    def apt(self, monkeypatch) -> list[list[str]]:
+        """Every call of apt-get, which would succeed and install nothing; there is no Chromium on the PATH."""
+        called: list[list[str]] = []
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        done = subprocess.CompletedProcess([], 0, "", "")
+        monkeypatch.setattr(subprocess, "run", lambda command, **options: (called.append(command), done)[1])
+        return called
+
+    def test_nothing_is_installed_unless_asked_and_the_skip_says_how(self, apt, monkeypatch):
+        monkeypatch.delenv("BROWSER_TESTS", raising=False)
+        with pytest.raises(pytest.skip.Exception, match="no Chromium on this machine; to get one: .*BROWSER_TESTS=install"):
+            browser.find_chromium()
+        assert apt == []
+
+    def test_when_asked_it_is_installed_or_the_test_fails(self, apt, monkeypatch):
+        monkeypatch.setenv("BROWSER_TESTS", "install")
+        with pytest.raises(pytest.fail.Exception, match="no program named chromium"):
+            browser.find_chromium()
+        assert [command[1] for command in apt] == ["update", "install"]
+        monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/chromium" if name == "chromium" and apt else None)
+        assert browser.find_chromium() == "/usr/bin/chromium"
+
+    def test_when_apt_fails_so_does_the_test_with_its_reason(self, apt, monkeypatch):
+        monkeypatch.setenv("BROWSER_TESTS", "install")
+        failed = subprocess.CompletedProcess([], 100, "", "E: one\nE: are you root?\n")
+        monkeypatch.setattr(subprocess, "run", lambda command, **options: failed)
+        with pytest.raises(pytest.fail.Exception, match="apt-get update failed: .*are you root"):
+            browser.find_chromium()
+
+    def test_when_there_is_no_apt_the_test_says_what_to_do(self, apt, monkeypatch):
+        monkeypatch.setenv("BROWSER_TESTS", "install")
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.setattr(subprocess, "run", lambda *command, **options: os.stat("no/apt-get"))
+        with pytest.raises(pytest.fail.Exception, match="takes apt-get .*install chromium"):
+            browser.find_chromium()
+
+
+def test_make_test_lists_what_was_skipped_and_why(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: (ran.extend(command), SimpleNamespace(returncode=0))[1])
+    commands.test(commands.argparse.Namespace(venv=tmp_path))
+    assert "-rs" in ran
 
 
 def test_setting_up_needs_nothing_but_the_standard_library():

@@ -95,8 +95,12 @@ SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
 
 
 def test(asked: argparse.Namespace) -> int:
-    """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed."""
-    return run(asked.venv, "-m", "pytest", *SIDE_BY_SIDE, "--nbval", "--nbval-current-env", "tests", "notebooks")
+    """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed.
+
+    What was skipped is listed with its reason. Nothing is installed outside the environment, unless the variable
+    BROWSER_TESTS is `install`: then the browser tests get a Chromium where there is none, and fail without it.
+    """
+    return run(asked.venv, "-m", "pytest", "-rs", *SIDE_BY_SIDE, "--nbval", "--nbval-current-env", "tests", "notebooks")
 
 
 def test_fast(asked: argparse.Namespace) -> int:
