@@ -25,7 +25,7 @@ from labcore.setup import clean as cleaning
 from labcore.setup import environment as env
 from labcore.setup.errors import SetupError, explain_import, explain_os, explain_pip, explain_venv
 from labcore.setup.lock import folder_lock
-from labcore.setup.ownership import MARKER, MARKS, STAMP, UNFINISHED, empty, mark
+from labcore.setup.ownership import MARKER, MARKS, STAMP, UNFINISHED, empty, mark, why_not_ours
 
 ROOT = Path(__file__).resolve().parents[1]
 posix = pytest.mark.skipif(os.name == "nt", reason="stands in with a shell script for a Python")
@@ -317,6 +317,10 @@ def test_ownership_of_an_older_environment_outlives_an_update_that_fails(stand_i
     env.refuse_foreign(stand_in)
 
 
+def test_ownership_of_the_whole_disk_is_never_ours(project):
+    assert why_not_ours(Path(project.anchor), project) == "holds the project's folder"
+
+
 @posix
 def test_ownership_begins_before_python_writes_its_first_file(project, monkeypatch):
     python = project / "python3"
@@ -404,6 +408,20 @@ def test_a_lock_on_a_folder_that_was_deleted_meanwhile_is_refused(tmp_path):
         folder.mkdir()
     thread.join()
     assert len(refused) == 1 and "run the same again" in refused[0]
+
+
+@pytest.mark.parametrize("fcntl", [None, SimpleNamespace(LOCK_EX=2, LOCK_NB=4, flock=lambda *_: os.stat("no/locks"))])
+def test_a_lock_is_done_without_where_there_is_none(tmp_path, monkeypatch, fcntl):
+    monkeypatch.setattr("labcore.setup.lock.fcntl", fcntl)
+    with folder_lock(tmp_path), folder_lock(tmp_path):
+        pass
+
+
+def test_ownership_knows_every_part_of_a_fresh_environment(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    mark(tmp_path / "env")
+    empty(tmp_path / "env")
+    assert list((tmp_path / "env").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------- clean
@@ -552,7 +570,6 @@ def test_make_leaves_a_folder_alone_that_labcore_did_not_make(course, tmp_path, 
     [
         (".", "is the project's folder"),
         ("../..", "holds the project's folder"),
-        ("/", "holds the project's folder"),
         ("notebooks", "was not made by labcore"),
         ("~", "is your home folder"),
         ("~/other-env", "was not made by labcore"),
