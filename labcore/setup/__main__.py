@@ -124,7 +124,9 @@ def run(venv: Path, *arguments: str) -> int:
 
 
 def remove(asked: argparse.Namespace) -> int:
-    """Delete the environment and what the tools left behind."""
+    """Delete the environment and what the tools left behind. Raises SetupError outside of the course's folder."""
+    if not os.path.samefile(os.curdir, ROOT):  # an installed labcore is found from everywhere
+        raise SetupError(f"this folder is not the course's — run `make clean` in {ROOT}, if that is what you want to clean.")
     clean(asked.venv)
     other = os.environ.get("VENV", "")
     if other and venv_path(other) != asked.venv:
