@@ -53,7 +53,10 @@ class LLM:
     ) -> None:
         name = attention_backend if isinstance(attention_backend, str) else "custom"
         config = EngineConfig(attention_backend=name, **settings)
-        loaded = model if isinstance(model, LoadedModel) else load(model, config.device, config.dtype)
+        if isinstance(model, LoadedModel):
+            loaded = model
+        else:
+            loaded = load(model, config.device, config.dtype, config.trust_remote_code)
         self.engine = make_engine(
             config,
             loaded,
