@@ -206,6 +206,19 @@ class Engine:
             del self._served.groups[request_id]
         return group.output()
 
+    def reset_prefix_cache(self) -> None:
+        """Evict every cached prefix. For weights that were changed in place: KV of the old ones would be reused in silence.
+
+        Raises RuntimeError, and evicts nothing, while requests are unfinished: they hold KV of the old weights.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"{len(self.request_ids())} requests are unfinished, and hold KV of the weights as they were: step() until "
+                "they are done, or abort() them, before reset_prefix_cache()."
+            )
+        with uninterrupted():
+            self.scheduler.prefix_cache.forget(range(self.pool.num_blocks))
+
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters by the names of the contract; kv_cache_usage is the share of blocks in use, 0 … 1."""
         pool, scheduler = self.pool, self.scheduler

@@ -36,6 +36,9 @@ class LLM:
                         a part of your own, as a class or an instance, in place of labcore's; see `labcore.assembly`
     settings            fields of `EngineConfig`
 
+    A model in memory (`labcore.models.from_model`) stays its owner's: the engine runs a view of its own over the same weights.
+    After changing weights in place, call `reset_prefix_cache()`, or answers begin with KV of the old ones.
+
     Raises ValueError for a bad setting or a model that can't be served, and ModelError when it can't be had.
     """
 
@@ -125,6 +128,10 @@ class LLM:
             if not isinstance(one, BeamSearchParams):
                 raise ValueError(f"params is {one!r}; it must be a BeamSearchParams; generate() takes the other kind.")
         return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Evict every cached prefix, after weights were changed in place; see `Engine.reset_prefix_cache`."""
+        self.engine.reset_prefix_cache()
 
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation under the model's chat template, ready for the assistant's turn."""

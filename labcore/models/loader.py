@@ -18,6 +18,7 @@ from labcore.models.layers import LayerShape
 from labcore.models.probe import first_line, probe
 from labcore.models.resolver import resolve
 from labcore.models.support import check_supported
+from labcore.models.view import view_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -28,6 +29,7 @@ class LoadedModel:
     """A decoder that the engine can serve, in eval mode.
 
     name                 as it was asked for
+    model                each engine runs a view of its own of it, see `labcore.models.view`
     tokenizer            None if the model came without one: then only token ids can be prompts
     layers               shape of each attention layer, in the order of the forward pass
     max_positions        most tokens of one sequence, prompt and output together
@@ -94,12 +96,13 @@ def load(
 def from_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None
 ) -> LoadedModel:
-    """Take a model that is already in memory. It is put into eval mode; weights, device and dtype stay as they are.
+    """Take a model that is already in memory. Its owner's object stays as it is: the weights are shared, nothing else.
 
-    Raises UnsupportedModel if a paged cache can't serve it.
+    The owner may go on training it, or generating with it. Weights that change while an engine lives: see
+    `Engine.reset_prefix_cache`. Raises UnsupportedModel if a paged cache can't serve the model.
     """
     check_supported(model)
-    model.eval()
+    model = view_of(model)
     return LoadedModel(
         name=name or model.config.model_type,
         model=model,
