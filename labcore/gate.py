@@ -8,18 +8,24 @@ from numbers import Integral, Real
 
 from labcore.blocks import BlockPool
 from labcore.config import EngineConfig
-from labcore.detokenize import Detokenizer
+from labcore.detokenize import special_stops
 from labcore.models import LoadedModel
 from labcore.sampling_params import BeamSearchParams, SamplingParams
+from labcore.token_decoder import TokenDecoder
 
 
 class Gate:
-    """Knows what one engine can hold. config: with `max_model_len` resolved."""
+    """Knows what one engine can hold.
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, pool: BlockPool) -> None:
+    config    with `max_model_len` resolved
+    decoder   None for a model without a tokenizer
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, pool: BlockPool, decoder: TokenDecoder | None) -> None:
         self.config = config
         self.loaded = loaded
         self.pool = pool
+        self.decoder = decoder
 
     def check(
         self,
@@ -69,7 +75,8 @@ class Gate:
         beyond = [token for token in params.stop_token_ids if token >= self.loaded.vocab_size]
         if beyond:
             raise ValueError(f"stop_token_ids has {beyond[0]}; each must be a token id, {self._token_range()}.")
-        Detokenizer(self.loaded.tokenizer, (), params)  # refuses stop strings where there is no text to find them in
+        if params.stop:
+            special_stops(params.stop, self.decoder)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if isinstance(prompt_token_ids, (str, bytes, Mapping, Set)) or not isinstance(prompt_token_ids, Iterable):
