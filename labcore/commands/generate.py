@@ -121,11 +121,11 @@ def tokens_of(llm: LLM, prompt: str, arguments: argparse.Namespace) -> list[int]
     """The prompt's token ids, under the chat template if that was asked for."""
     from labcore.gate import check_text
 
+    if not arguments.chat:
+        return llm.prompt_tokens(prompt)
     if not prompt:
         raise ValueError("prompt is empty; it must have at least 1 character.")
     check_text("prompt", prompt)
-    if not arguments.chat:
-        return llm.tokenizer.encode(prompt)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     return llm.chat_tokens([*system, {"role": "user", "content": prompt}])
 
