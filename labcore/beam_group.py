@@ -76,7 +76,7 @@ class BeamGroup(Group):
         outputs = [
             CompletionOutput(
                 index=k,
-                text=self._text_of(text),
+                text=self._text(text),
                 token_ids=list(text.token_ids),
                 finish_reason=text.finish_reason or ("abort" if self._aborted else None),
                 cumulative_logprob=text.logprob,
@@ -93,7 +93,7 @@ class BeamGroup(Group):
             finished=self.finished,
         )
 
-    def _text_of(self, hypothesis: Hypothesis) -> str:
+    def _text(self, hypothesis: Hypothesis) -> str:
         """As `generate` gives it: behind the prompt, without the end token, and without half a character at the end."""
         if self._stream is None:
             return ""

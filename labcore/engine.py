@@ -34,7 +34,6 @@ from labcore.runner import ModelRunner
 from labcore.sampling import SampledToken, Sampler
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 from labcore.scheduler import Scheduler, SchedulerOutput
-from labcore.token_decoder import TokenDecoder
 
 Params = SamplingParams | BeamSearchParams
 Drawn = SampledToken | list[tuple[int, float]]
@@ -72,8 +71,7 @@ class Engine:
         self.recorder = recorder
         self.budget = budget
         self.sampler = Sampler(loaded.eos_token_ids)
-        self.decoder = None if loaded.tokenizer is None else TokenDecoder(loaded.tokenizer)
-        self.gate = Gate(config, loaded, scheduler.pool, self.decoder)
+        self.gate = Gate(config, loaded, scheduler.pool)
         self._clock = clock
         self._arrivals = 0
         self._steps = 0
@@ -265,14 +263,14 @@ class Engine:
             if completions:  # the prompt is the same: its text is looked at once
                 detokenizer = completions[0].detokenizer.fork()
             else:
-                detokenizer = Detokenizer(self.decoder, request.prompt_token_ids, params)
+                detokenizer = Detokenizer(self.loaded.decoder, request.prompt_token_ids, params)
             completions.append(Completion(k, request, detokenizer))
         return CompletionGroup(request_id, completions, self.loaded.eos_token_ids)
 
     def _new_beams(self, request_id: str, params: BeamSearchParams, new_request: Callable[..., Request]) -> BeamGroup:
         root = new_request(request_id=request_id, arrival=self._next_arrival(), seed=0)
         search = BeamSearch(params, self.loaded.eos_token_ids, root.max_tokens)
-        return BeamGroup(request_id, root, search, self.decoder)
+        return BeamGroup(request_id, root, search, self.loaded.decoder)
 
     def _seed(self, params: SamplingParams, arrival: int, k: int = 0) -> int:
         """What continuation k draws with: the caller's seed, or one that is the engine's and its own."""

@@ -11,21 +11,15 @@ from labcore.config import EngineConfig
 from labcore.detokenize import special_stops
 from labcore.models import LoadedModel
 from labcore.sampling_params import BeamSearchParams, SamplingParams
-from labcore.token_decoder import TokenDecoder
 
 
 class Gate:
-    """Knows what one engine can hold.
+    """Knows what one engine can hold. config: with `max_model_len` resolved."""
 
-    config    with `max_model_len` resolved
-    decoder   None for a model without a tokenizer
-    """
-
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, pool: BlockPool, decoder: TokenDecoder | None) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, pool: BlockPool) -> None:
         self.config = config
         self.loaded = loaded
         self.pool = pool
-        self.decoder = decoder
 
     def check(
         self,
@@ -76,7 +70,7 @@ class Gate:
         if beyond:
             raise ValueError(f"stop_token_ids has {beyond[0]}; each must be a token id, {self._token_range()}.")
         if params.stop:
-            special_stops(params.stop, self.decoder)
+            special_stops(params.stop, self.loaded.decoder)  # refuses those that no text can hold
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if isinstance(prompt_token_ids, (str, bytes, Mapping, Set)) or not isinstance(prompt_token_ids, Iterable):

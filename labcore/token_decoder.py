@@ -1,4 +1,4 @@
-"""A tokenizer as the detokenizer sees it: what is costly to find out about its tokens is found out once an engine."""
+"""A tokenizer as the detokenizer sees it: what is costly to find out about its tokens is found out once."""
 
 from __future__ import annotations
 

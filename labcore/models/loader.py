@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from labcore.models.probe import first_line, probe
 from labcore.models.resolver import resolve
 from labcore.models.support import check_supported
 from labcore.models.view import view_of
+from labcore.token_decoder import TokenDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -46,6 +48,11 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def decoder(self) -> TokenDecoder | None:
+        """The tokenizer as detokenizers need it; None if there is no tokenizer."""
+        return None if self.tokenizer is None else TokenDecoder(self.tokenizer)
 
 
 def load(
