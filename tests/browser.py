@@ -24,22 +24,25 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page, also off screen
 }
 STDERR = '.jp-RenderedText[data-mime-type="application/vnd.jupyter.stderr"]'  # errors and warnings alike
+HOW_TO_GET_IT = "install chromium, or, as root on Debian, make test BROWSER_TESTS=install"
 LOCAL = re.compile(r"^(https?|ws)://(127\.0\.0\.1|localhost)[:/]|^(data|blob|file|about):")
 
 
 def find_chromium() -> str:
-    """Path of a Chromium; Debian's is installed if none is there and we may. Otherwise skips the test, and says why."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None and shutil.which("apt-get") and hasattr(os, "geteuid") and os.geteuid() == 0:
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+    """Path of a Chromium. Without one: skips the test; with BROWSER_TESTS=install, installs Debian's or fails the test."""
+    if found := next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None):
+        return found
+    if os.environ.get("BROWSER_TESTS") != "install":
+        pytest.skip(f"no Chromium on this machine; to get one: {HOW_TO_GET_IT}")
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+        try:
             done = subprocess.run(["apt-get", *arguments], env=environment, capture_output=True, text=True, timeout=600)
-            if done.returncode:
-                pytest.skip(f"no Chromium, and apt-get {arguments[0]} failed: {done.stderr.strip().splitlines()[-1:]}")
-        found = shutil.which("chromium")
-    if found is None:
-        pytest.skip("no Chromium on this machine, and no right to install one (apt-get as root): install chromium")
-    return found
+        except OSError as error:
+            pytest.fail(f"BROWSER_TESTS=install takes apt-get ({error}); instead: {HOW_TO_GET_IT}", pytrace=False)
+        if done.returncode:
+            pytest.fail(f"apt-get {arguments[0]} failed: {done.stderr.strip().splitlines()[-1:]}", pytrace=False)
+    return shutil.which("chromium") or pytest.fail("apt-get installed no program named chromium", pytrace=False)
 
 
 class Page:

@@ -309,21 +309,85 @@ class TestProgress:
 
     @pytest.mark.parametrize(
         "content",
-        ["", "{", "[]", "7", '{"format": 9, "exercises": {}}', '{"format": 1, "exercises": {"77.total": 3}}', "\xff"],
+        ["", "{", "[]", "7", '{"format": 9, "exercises": {}}', '{"format": 1, "exercises": {"77.total": 3}}', "\xff"]
+        + ["[" * 100_000],
+        ids=["empty", "torn", "list", "number", "newer", "odd state", "no text", "deep"],
     )
-    def test_a_broken_file_is_begun_afresh_with_a_sentence(self, session, told, content, tmp_path):
-        (tmp_path / ".labcore_progress.json").write_bytes(content.encode("latin-1"))
+    def test_progress_that_cannot_be_read_is_set_aside_with_a_sentence(self, session, told, content, tmp_path):
+        content = content.encode("latin-1")
+        (tmp_path / ".labcore_progress.json").write_bytes(content)
+        (tmp_path / ".labcore_progress.unreadable-1.json").write_text("an older one")
+        session.progress("77")
+        assert "can't be read: the next check sets it aside" in told[0]
+        assert (tmp_path / ".labcore_progress.json").read_bytes() == content
         session.check("77.total", 6)
-        assert told[0].startswith("77.total   done")
-        assert "could not be read, so progress starts afresh" in told[0]
+        assert told[1].startswith("77.total   done")
+        assert "could not be read: it is now .labcore_progress.unreadable-2.json" in told[1]
+        assert (tmp_path / ".labcore_progress.unreadable-2.json").read_bytes() == content
+        assert (tmp_path / ".labcore_progress.unreadable-1.json").read_text() == "an older one"
         session.check("77.total", 6)
-        assert "afresh" not in told[1]
+        assert "afresh" not in told[2]
+
+    def test_progress_at_a_place_that_is_a_folder_leaves_it_alone(self, session, told, monkeypatch, tmp_path):
+        (tmp_path / "photos").mkdir()
+        monkeypatch.setenv("LABCORE_PROGRESS", str(tmp_path / "photos"))
+        session.check("77.total", 6)
+        assert "progress can't be saved here (Is a directory)" in told[0]
+        assert os.listdir(tmp_path) == ["photos"]
+
+    def test_progress_of_two_kernels_is_kept_together(self, session, told, tmp_path):
+        other = Session(tell=told.append)
+        earlier = load_progress(progress_path())
+        other.check("77.allocate", BlockPool)
+        earlier.record("77.total", True)  # it had read the file before the other one wrote
+        other.check("77.total", 5)
+        session.check("77.leak", 0)
+        assert load_progress(progress_path()).states == {
+            "77.allocate": "done",
+            "77.total": "not yet",
+            "77.leak": "not yet",
+        }
+
+    def test_progress_written_by_many_at_once_loses_no_verdict(self, tmp_path):
+        def record(number: int) -> None:
+            load_progress(tmp_path / "p.json").record(f"77.e{number}", True)
+
+        threads = [threading.Thread(target=record, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(load_progress(tmp_path / "p.json").states) == 12
+        assert os.listdir(tmp_path) == ["p.json"]
+
+    def test_progress_behind_a_link_is_written_where_the_link_leads(self, session, monkeypatch, tmp_path):
+        (tmp_path / "cloud").mkdir()
+        (tmp_path / ".labcore_progress.json").symlink_to(tmp_path / "cloud/mine.json")
+        session.check("77.total", 6)
+        assert (tmp_path / ".labcore_progress.json").is_symlink()
+        assert load_progress(tmp_path / "cloud/mine.json").is_done("77.total")
+
+    def test_progress_takes_a_tilde_for_the_home_folder(self, session, monkeypatch, tmp_path):
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+        monkeypatch.setenv("LABCORE_PROGRESS", "~/p.json")
+        (tmp_path / "home").mkdir()
+        session.check("77.total", 6)
+        assert load_progress(tmp_path / "home/p.json").is_done("77.total")
+        assert os.listdir(tmp_path) == ["home"]
 
     def test_a_folder_that_cannot_be_written_to_does_not_fail_a_check(self, session, told, monkeypatch, tmp_path):
         monkeypatch.setenv("LABCORE_PROGRESS", str(tmp_path / "missing" / "progress.json"))
         session.check("77.total", 6)
         assert "done — 6 tokens in all." in told[0]
         assert "progress can't be saved here" in told[0]
+        session.check("77.allocate", BlockPool)
+        session.progress("77")
+        assert "2 of 3 exercises done" in told[2], "it lasts as long as this kernel, as the note says"
+        (tmp_path / "missing").mkdir()
+        session.check("77.total", 6)
+        assert "can't be saved" not in told[3]
+        assert load_progress(progress_path()).states == {"77.total": "done", "77.allocate": "done"}
 
     def test_no_half_written_file_is_left_when_the_disk_fails(self, session, monkeypatch, tmp_path):
         session.check("77.allocate", BlockPool)

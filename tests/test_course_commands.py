@@ -68,7 +68,8 @@ def test_it_speaks_json(tmp_path, capsys):
 def test_a_broken_progress_file_is_said_to_be_one(tmp_path, capsys):
     (tmp_path / NAME).write_text("{")
     assert cli.main(["check"]) == 0
-    assert "could not be read, so progress starts afresh" in capsys.readouterr().out
+    assert "can't be read: the next check sets it aside, and progress starts afresh" in capsys.readouterr().out
+    assert (tmp_path / NAME).read_text() == "{", "a look changes nothing"
 
 
 def test_a_file_that_is_no_notebook_of_the_course_is_refused(tmp_path, capsys):

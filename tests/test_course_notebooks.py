@@ -91,6 +91,14 @@ def test_a_cell_that_fails_is_named_and_the_file_stays_as_it_was(tmp_path, capsy
     assert "cell 3: ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_notebook_that_is_edited_while_it_runs_keeps_the_edit(tmp_path):
+    path = write(tmp_path, notebook(cell("code", "open('77_mini.ipynb', 'a').write(' ')")))
+    edited = path.read_bytes() + b" "
+    with pytest.raises(CellFailed, match="77_mini.ipynb was edited while it ran"):
+        run_notebook(path)
+    assert path.read_bytes() == edited
+
+
 def test_a_kernel_that_dies_is_reported(tmp_path):
     path = write(tmp_path, notebook(cell("code", "import os\nos._exit(1)")))
     with pytest.raises(CellFailed, match="77_mini.ipynb.*[Kk]ernel"):

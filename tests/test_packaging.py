@@ -287,7 +287,7 @@ def test_notebooks_ask_for_the_kernel_that_the_environment_brings():
 
 def test_the_ci_script_runs_every_test():
     script = ROOT / ".ci/run"
-    assert "make test" in script.read_text().splitlines()
+    assert "make test BROWSER_TESTS=install" in script.read_text().splitlines()
     assert os.name == "nt" or os.access(script, os.X_OK)
 
 

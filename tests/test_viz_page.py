@@ -153,6 +153,6 @@ def test_files_that_are_no_record_are_refused(tmp_path, capsys):
     assert "is not a labcore flight record" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "missing.jsonl")]) > 0
     assert "missing.jsonl" in capsys.readouterr().err
-    ToyEngine().recorder.save(path)
-    assert main(["trace", str(path)]) == 2
+    ToyEngine().recorder.save(tmp_path / "run.jsonl")
+    assert main(["trace", str(tmp_path / "run.jsonl")]) == 2
     assert "holds no step" in capsys.readouterr().err

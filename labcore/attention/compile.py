@@ -30,6 +30,7 @@ from labcore.attention.targets import TARGETS, programs_per_processor, target_of
 from labcore.attention.tiles import decode_tile, prefill_tile
 from labcore.attention.triton_launch import Launch, Scoring, copy_launch, decode_launches, prefill_launch, store_launch
 from labcore.attention.triton_switch import triton
+from labcore.output_file import output_file, refuse_foreign_file
 
 KERNELS = ("store_kv", "paged_decode", "reduce_splits", "paged_prefill", "copy_blocks")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -190,6 +191,11 @@ def to_json(rows: Sequence[dict]) -> str:
     return f'{{"triton": "{triton.__version__}", "rows": [\n{body}\n]}}\n'
 
 
+def is_figures(start: str) -> bool:
+    """Whether a file that begins so was written from `to_json`."""
+    return start.startswith('{"triton": ')
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m labcore.attention.compile", description=__doc__.splitlines()[0])
     parser.add_argument("--kernel", choices=KERNELS)
@@ -209,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             json.dump([figures_of(case) for case in asked], sys.stdout)
         return 0
+    if options.json:
+        refuse_foreign_file(options.json, is_figures, "a table of these figures")  # before minutes are spent
     wanted = {"kernel": options.kernel, "dtype": options.dtype, "head_dim": options.head_dim}
     wanted["architecture"] = options.target
     cases = [case for case in all_cases() if all(v in (None, getattr(case, name)) for name, v in wanted.items())]
@@ -218,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = build_all(cases, options.workers)
     print(table(rows))
     if options.json:
-        options.json.write_text(to_json(rows))
+        with output_file(options.json, is_figures, "a table of these figures") as file:
+            file.write(to_json(rows))
     faults = [f"{case_of(row)}: {fault}" for row in rows for fault in shortcomings(row)]
     print(f"\n{len(rows)} kernels built, {len(faults)} shortcomings", *faults, sep="\n")
     return 1 if faults else 0

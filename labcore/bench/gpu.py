@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from labcore.output_file import output_file, refuse_foreign_file
+
 NO_GPU = 3
 GOAL_SHARE = 0.85
 """Share of a copy's bandwidth at the plan's goal point, for an H100 or H200; and never slower than contiguous SDPA."""
@@ -39,14 +41,22 @@ def run(args: argparse.Namespace) -> int:
     from labcore.bench.gpu_plan import gpu_plan
     from labcore.bench.gpu_time import Deadline
 
+    if args.out:
+        refuse_foreign_file(args.out, is_report, "a report of this benchmark")  # before minutes are spent
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json else print
     report = {"benchmark": "gpu", **surroundings(), **measure(gpu_plan(), Deadline(args.minutes), say, args.tune)}
     text = json.dumps(report, indent=1)
     if args.out:
-        args.out.write_text(text + "\n")
+        with output_file(args.out, is_report, "a report of this benchmark") as file:
+            file.write(text + "\n")
     if args.json:
         print(text)
     return 0 if all(check["ok"] for check in report["checks"]) else 1
+
+
+def is_report(start: str) -> bool:
+    """Whether a file that begins so is a report of this benchmark."""
+    return start.startswith('{\n "benchmark": "gpu"')
 
 
 def why_not() -> str:

@@ -97,16 +97,18 @@ def merge_streams(outputs: list[Any]) -> list[Any]:
 def run_notebook(path: Path) -> float:
     """Execute a notebook in place, top to bottom in a fresh kernel in its own folder; return the seconds it took.
 
-    The file is written only if every cell ran, in canonical form. Raises CellFailed with the cell's number and error.
-    Needs nbclient (`pip install labcore[test]`).
+    The file is written only if every cell ran, in canonical form. Raises CellFailed with the cell's number and error, or
+    if the file was saved meanwhile. Needs nbclient (`pip install labcore[test]`).
     """
-    notebook = read_notebook(path)
+    notebook, before = read_notebook(path), path.read_bytes()
     started = time.perf_counter()
     try:
         execute(notebook, path.parent)
     except Exception as error:  # a cell raised, the kernel died, a cell took too long
         raise CellFailed(f"{path.name}{_failed_cell(notebook)}: {_reason(error)}") from error
     elapsed = time.perf_counter() - started
+    if path.read_bytes() != before:
+        raise CellFailed(f"{path.name} was edited while it ran; the edit was kept, the outputs were not — run it again.")
     write_atomically(path, notebook_text(clean(notebook)))
     return elapsed
 

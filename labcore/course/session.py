@@ -81,7 +81,7 @@ class Session:
     limit: float = LIMIT_SECONDS
     last: tuple[str, Any, Verdict | None] = ("", None, None)  # what was checked last: id, object, verdict
     hints_given: dict[str, int] = field(default_factory=dict)
-    states: dict[str, str] = field(default_factory=dict)  # progress, where no file keeps it
+    unsaved: dict[str, str] = field(default_factory=dict)  # progress that no file holds
 
     def check(self, exercise_id: str, obj: Any) -> None:
         """Say in one or two lines whether `obj` does what exercise `exercise_id` asks. Never raises.
@@ -137,10 +137,7 @@ class Session:
             self.tell(f"progress can't be shown ({type(error).__name__}: {error}).")
 
     def _progress(self) -> Progress:
-        progress = load_progress(progress_path())
-        if progress.path is None:
-            progress.states = self.states
-        return progress
+        return load_progress(progress_path(), self.unsaved)
 
     def _find(self, exercise_id: str) -> Exercise | None:
         try:

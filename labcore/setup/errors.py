@@ -5,6 +5,7 @@ Pure functions from what a program printed to a sentence, so that each failure i
 
 from __future__ import annotations
 
+import errno
 import platform
 import re
 import sys
@@ -74,12 +75,22 @@ def explain_pip(status: int, output: str, log: str) -> str:
     return f"installing the packages failed ({last_line(output)}) — the whole story is in {log}; mend it, {AGAIN}"
 
 
-def explain_import(output: str) -> str:
+def explain_import(output: str, clean_command: str) -> str:
     """The line for packages that are installed and yet don't import, from the traceback."""
     return (
-        f"the packages are installed, but don't import ({last_line(output)}) — run `make clean`, then the same command "
-        "again; if it stays, see Troubleshooting in README.md."
+        f"the packages are installed, but don't import ({last_line(output)}) — run `{clean_command}`, then the same "
+        "command again; if it stays, see Troubleshooting in README.md."
     )
+
+
+def explain_os(error: OSError) -> str:
+    """The line for what the system refused: the file, the reason, and what helps where that is known."""
+    what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what} — free {NEEDED_GB:g} GB, or put the environment elsewhere: VENV=/path."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{what} — make that folder yours, or put the environment elsewhere: VENV=/path."
+    return what
 
 
 def last_line(output: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
+from labcore.output_file import output_file
 from labcore.recorder import Event, Recording
 from labcore.viz.block_map import block_map, block_map_facts
 from labcore.viz.block_tables import block_tables
@@ -32,10 +33,12 @@ SECTIONS: dict[str, tuple[str, str, Callable[..., Picture]]] = {
     "memory": ("Memory", "What the slots of the pool hold, against contiguous reservations.", memory),
     "queues": ("Queues", "Who waits, who runs.", queues),
 }
+SIGNATURE = '<meta name="generator" content="labcore">'
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="labcore">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
       content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
@@ -69,8 +72,13 @@ PAGE = """<!doctype html>
 
 
 def write_page(recording: Recording, path: str | Path, title: str = "labcore flight record") -> None:
-    """Write the page, about 5 MB, most of it plotly.js. Raises ValueError if no step was recorded."""
-    Path(path).write_bytes(page(recording, title).encode("utf-8"))  # all of it, or the file stays as it is
+    """Write the page, about 5 MB, most of it plotly.js, over an older one if there is one.
+
+    Raises ValueError if no step was recorded, or if `path` is a file that is not such a page.
+    """
+    text = page(recording, title)
+    with output_file(path, lambda start: SIGNATURE in start, "a page that labcore made") as file:
+        file.write(text)
 
 
 def page(recording: Recording, title: str = "labcore flight record") -> str:
