@@ -10,20 +10,21 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from labcore.assembly import make_engine
-from labcore.attention.base import AttentionBackend
+from labcore.attention.backend import AttentionBackend
 from labcore.attention.select import select_backend
-from labcore.blocks import BlockPool
-from labcore.chunking import ChunkPolicy
 from labcore.config import EngineConfig
-from labcore.engine import Params
-from labcore.gate import check_text
+from labcore.engine.build import make_engine
+from labcore.engine.engine import Params
+from labcore.engine.validation import check_text
+from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.prefix import PrefixCache
 from labcore.models import LoadedModel, load
 from labcore.models.probe import first_line
 from labcore.outputs import RequestOutput
-from labcore.prefix import PrefixCache
 from labcore.sampling_params import BeamSearchParams, SamplingParams
-from labcore.scheduler import Preemption, Scheduler
+from labcore.scheduler.chunking import ChunkPolicy
+from labcore.scheduler.preemption import Preemption
+from labcore.scheduler.scheduler import Scheduler
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
@@ -35,7 +36,7 @@ class LLM:
     attention_backend   "auto", "torch", "triton", or an `AttentionBackend`; on a CPU Triton's kernels are interpreted,
                         which is right, and very slow
     block_pool, scheduler, prefix_cache, preemption, chunking
-                        a part of your own, as a class or an instance, in place of labcore's; see `labcore.assembly`
+                        a part of your own, as a class or an instance, in place of labcore's; see `labcore.engine.build`
     settings            fields of `EngineConfig`
 
     A model in memory (`labcore.models.from_model`) stays its owner's: the engine runs a view of its own over the same weights.

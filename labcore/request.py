@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from labcore.blocks import BlockTable
+from labcore.kvcache.blocks import BlockTable
 from labcore.outputs import RequestMetrics
 from labcore.sampling_params import SamplingParams
 

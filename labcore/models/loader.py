@@ -20,7 +20,7 @@ from labcore.models.probe import first_line, probe
 from labcore.models.resolver import resolve
 from labcore.models.support import check_supported
 from labcore.models.view import view_of
-from labcore.token_decoder import TokenDecoder
+from labcore.sampling.token_decoder import TokenDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")

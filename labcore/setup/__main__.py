@@ -87,7 +87,7 @@ def is_free(port: int) -> bool:
 
 def fetch(asked: argparse.Namespace) -> int:
     """Have the default model in the cache. `labcore fetch` shows the progress, and says itself what went wrong."""
-    return run(asked.venv, "-m", "labcore.cli", "fetch")
+    return run(asked.venv, "-m", "labcore.cli.main", "fetch")
 
 
 SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
@@ -110,7 +110,7 @@ def test_fast(asked: argparse.Namespace) -> int:
 
 def notebooks(asked: argparse.Namespace) -> int:
     """Run every notebook in order and store its outputs; the first one that fails stays as it was, and ends the run."""
-    return run(asked.venv, "-m", "labcore.cli", "course", "run")
+    return run(asked.venv, "-m", "labcore.cli.main", "course", "run")
 
 
 def lint(asked: argparse.Namespace) -> int:
