@@ -79,7 +79,7 @@ def contenders(folder: str, names: list[str], settings: dict) -> dict[str, Calla
         llm = LLM(folder, **settings)
         table["labcore"] = lambda work: serve_labcore(llm, work)
     if "static" in names or "continuous" in names:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         if "static" in names:
             table["transformers, static batches of 8"] = lambda work: serve_static(model, work, 8)
             table["transformers, static batches of 32"] = lambda work: serve_static(model, work, 32)
@@ -132,7 +132,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = str(resolve(args.model))
     table = contenders(folder, args.only or ["labcore", "static", "continuous"], {"max_num_seqs": args.max_num_seqs})
-    vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    vocab_size = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
     work = lognormal_workload(args.requests, vocab_size)
     results = measure(table, work, args.rounds)
     if args.json:

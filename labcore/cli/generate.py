@@ -66,6 +66,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     engine = parser.add_argument_group("engine")
     for name, kind, text in ENGINE_OPTIONS:
         engine.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
+    engine.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="run the Python files that come with the model",
+    )
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt in full")
     parser.set_defaults(run=run)
 
@@ -106,7 +112,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, by their names in EngineConfig."""
-    names = [name.replace("-", "_") for name, *_ in ENGINE_OPTIONS]
+    names = [name.replace("-", "_") for name, *_ in ENGINE_OPTIONS] + ["trust_remote_code"]
     settings = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     return {**settings, "enable_prefix_caching": False} if arguments.no_prefix_caching else settings
 
@@ -115,11 +121,11 @@ def tokens_of(llm: LLM, prompt: str, arguments: argparse.Namespace) -> list[int]
     """The prompt's token ids, under the chat template if that was asked for."""
     from labcore.engine.validation import check_text
 
+    if not arguments.chat:
+        return llm.prompt_tokens(prompt)
     if not prompt:
         raise ValueError("prompt is empty; it must have at least 1 character.")
     check_text("prompt", prompt)
-    if not arguments.chat:
-        return llm.tokenizer.encode(prompt)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     return llm.chat_tokens([*system, {"role": "user", "content": prompt}])
 

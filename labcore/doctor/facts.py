@@ -178,23 +178,12 @@ def has_c_compiler() -> bool:
 def memory() -> tuple[float | None, float | None]:
     """Total and available memory, GiB; in a container, what the container may use."""
     try:
-        import psutil
+        from labcore.kvcache.host_memory import host_memory
 
-        seen = psutil.virtual_memory()
+        found = host_memory()
     except Exception:
         return None, None
-    limit = container_limit()
-    total = seen.total if limit is None else min(seen.total, limit)
-    return total / GIB, min(seen.available, total) / GIB
-
-
-def container_limit() -> int | None:
-    """The memory limit of the container that we are in, bytes; None without one."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        file = Path("/sys/fs/cgroup", name)
-        if file.exists() and (text := file.read_text().strip()).isdecimal():
-            return int(text)
-    return None
+    return found.total / GIB, found.available / GIB
 
 
 def disk_free() -> float | None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from labcore.engine.request_group import Change, Group
 from labcore.outputs import CompletionOutput, RequestOutput
 from labcore.request import Request
-from labcore.sampling.beam_search import BeamSearch
+from labcore.sampling.beam_search import BeamSearch, Hypothesis
+from labcore.sampling.detokenizer import TextStream
+from labcore.sampling.token_decoder import TokenDecoder
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,12 @@ class BeamGroup(Group):
     What a beam has offered is void once it is preempted: it is computed again, and offers again.
     """
 
-    def __init__(
-        self, request_id: str, root: Request, search: BeamSearch, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
+    def __init__(self, request_id: str, root: Request, search: BeamSearch, decoder: TokenDecoder | None) -> None:
         self.request_id = request_id
         self.requests = [root]
         self.search = search
         self._root = root
-        self._tokenizer = tokenizer
+        self._stream = None if decoder is None else TextStream(decoder, root.prompt_token_ids)
         self._offers: dict[str, Offer] = {}
         self._births = 1
         self._aborted = False
@@ -77,7 +76,7 @@ class BeamGroup(Group):
         outputs = [
             CompletionOutput(
                 index=k,
-                text="" if self._tokenizer is None else self._tokenizer.decode(text.token_ids, skip_special_tokens=True),
+                text=self._text(text),
                 token_ids=list(text.token_ids),
                 finish_reason=text.finish_reason or ("abort" if self._aborted else None),
                 cumulative_logprob=text.logprob,
@@ -93,6 +92,13 @@ class BeamGroup(Group):
             replace(root.metrics, num_preemptions=root.num_preemptions),
             finished=self.finished,
         )
+
+    def _text(self, hypothesis: Hypothesis) -> str:
+        """As `generate` gives it: behind the prompt, without the end token, and without half a character at the end."""
+        if self._stream is None:
+            return ""
+        ended = hypothesis.finish_reason == "stop"
+        return self._stream.text_of(hypothesis.token_ids[:-1] if ended else hypothesis.token_ids)
 
     def _has_offered(self, beam: Request) -> bool:
         offer = self._offers.get(beam.request_id)

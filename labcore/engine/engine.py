@@ -207,6 +207,19 @@ class Engine:
             del self._served.groups[request_id]
         return group.output()
 
+    def reset_prefix_cache(self) -> None:
+        """Evict every cached prefix. For weights that were changed in place: KV of the old ones would be reused in silence.
+
+        Raises RuntimeError, and evicts nothing, while requests are unfinished: they hold KV of the old weights.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"{len(self.request_ids())} requests are unfinished, and hold KV of the weights as they were: step() until "
+                "they are done, or abort() them, before reset_prefix_cache()."
+            )
+        with uninterrupted():
+            self.scheduler.prefix_cache.forget(range(self.pool.num_blocks))
+
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters by the names of the contract; kv_cache_usage is the share of blocks in use, 0 … 1."""
         pool, scheduler = self.pool, self.scheduler
@@ -248,14 +261,17 @@ class Engine:
         for k, name in enumerate(sequence_ids(request_id, params)):
             arrival = self._next_arrival()
             request = new_request(request_id=name, arrival=arrival, seed=self._seed(params, arrival, k))
-            detokenizer = Detokenizer(self.loaded.tokenizer, request.prompt_token_ids, params)
+            if completions:  # the prompt is the same: its text is looked at once
+                detokenizer = completions[0].detokenizer.fork()
+            else:
+                detokenizer = Detokenizer(self.loaded.decoder, request.prompt_token_ids, params)
             completions.append(Completion(k, request, detokenizer))
         return CompletionGroup(request_id, completions, self.loaded.eos_token_ids)
 
     def _new_beams(self, request_id: str, params: BeamSearchParams, new_request: Callable[..., Request]) -> BeamGroup:
         root = new_request(request_id=request_id, arrival=self._next_arrival(), seed=0)
         search = BeamSearch(params, self.loaded.eos_token_ids, root.max_tokens)
-        return BeamGroup(request_id, root, search, self.loaded.tokenizer)
+        return BeamGroup(request_id, root, search, self.loaded.decoder)
 
     def _seed(self, params: SamplingParams, arrival: int, k: int = 0) -> int:
         """What continuation k draws with: the caller's seed, or one that is the engine's and its own."""

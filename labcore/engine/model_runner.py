@@ -12,6 +12,7 @@ from labcore.attention.transformers_hook import ATTENTION_NAME, PagedStep, regis
 from labcore.engine.cuda_graphs import Capture, DecodeGraphs
 from labcore.kvcache.tensors import KVCache
 from labcore.models import LoadedModel
+from labcore.models.view import view_of
 from labcore.request import Request
 from labcore.scheduler.plan import SchedulerOutput
 
@@ -19,14 +20,15 @@ from labcore.scheduler.plan import SchedulerOutput
 class ModelRunner:
     """Runs a decoder of transformers on a flattened batch, with its attention paged.
 
-    model     the decoder; while it runs, its attention is labcore's
+    model     a view of the decoder whose attention is labcore's; other users of its weights are not affected
     cache     KV store of all layers
     backend   writes to the store and attends over it
     """
 
     def __init__(self, loaded: LoadedModel, cache: KVCache, backend: AttentionBackend) -> None:
         register()
-        self.model = loaded.model
+        self.model = view_of(loaded.model)
+        self.model.set_attn_implementation(ATTENTION_NAME)
         self.cache = cache
         self.backend = backend
         self.device = cache.k[0].device
@@ -63,8 +65,6 @@ class ModelRunner:
         return [batch[i][0] for i in caught_up], logits[: len(caught_up)]
 
     def _forward(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata, keep: Tensor) -> Tensor:
-        if self.model.config._attn_implementation != ATTENTION_NAME:  # somebody else may run this model, too
-            self.model.set_attn_implementation(ATTENTION_NAME)
         return self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],

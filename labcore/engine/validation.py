@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from labcore.config import EngineConfig
 from labcore.kvcache.blocks import BlockPool
 from labcore.models import LoadedModel
-from labcore.sampling.detokenizer import Detokenizer
+from labcore.sampling.detokenizer import special_stops
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -69,7 +69,8 @@ class Gate:
         beyond = [token for token in params.stop_token_ids if token >= self.loaded.vocab_size]
         if beyond:
             raise ValueError(f"stop_token_ids has {beyond[0]}; each must be a token id, {self._token_range()}.")
-        Detokenizer(self.loaded.tokenizer, (), params)  # refuses stop strings where there is no text to find them in
+        if params.stop:
+            special_stops(params.stop, self.loaded.decoder)  # refuses those that no text can hold
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if isinstance(prompt_token_ids, (str, bytes, Mapping, Set)) or not isinstance(prompt_token_ids, Iterable):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
 from labcore.config import EngineConfig
+from labcore.kvcache.host_memory import host_memory
 from labcore.models.layers import LayerShape
 
 GIB = 1024**3
@@ -49,9 +49,12 @@ def check_memory(num_blocks: int, per_block: int, available: int) -> None:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that are free now on a device, those that torch keeps for this process's next tensors among them."""
+    """Bytes that are free now on a device, those that torch keeps for this process's next tensors among them.
+
+    On a CPU within the limit of the container, if there is one.
+    """
     if device.type != "cuda":
-        return psutil.virtual_memory().available
+        return host_memory().available
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 

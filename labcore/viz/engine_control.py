@@ -47,7 +47,7 @@ class Session:
             temperature = 1.0
         params = SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens)
         request_id = f"r{next(self._names)}"
-        self.engine.add_request(request_id, self.llm.tokenizer.encode(prompt), params, priority=priority)
+        self.engine.add_request(request_id, self.llm.prompt_tokens(prompt), params, priority=priority)
         return request_id
 
     def step(self) -> bool:

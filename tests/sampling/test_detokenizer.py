@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import BYTES, PIECES, SPECIAL
-from transformers import AutoTokenizer
+from tiny_tokenizers import BYTES, PIECES, SPECIAL, sentencepiece_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from labcore.sampling.detokenizer import LONGEST_CHARACTER, REPLACEMENT, Detokenizer, StopStrings, TextStream
+from labcore.sampling.token_decoder import TokenDecoder
 from labcore.sampling_params import SamplingParams
 
+
+def first_space_kept_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Gemma's: sentencepiece with byte fallback, without a space in front of a text."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Like T5's and newer Llama-2's: the first ▁ of a text is dropped, token by token."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace("▁", prepend_scheme="first")]
+    )
+    return tokenizer
+
+
+def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Like BERT's: ## goes on with a word, all other tokens begin one, and spaces before signs are cleaned up."""
+    pieces = ["[UNK]", SPECIAL, *"abc.,!?'", "the", "fox", "n't", "'s", *("##" + end for end in "abcxyz"), "##ing", "é", "##é"]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece("##", cleanup=True)
+    tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL)
+
+
+ALL = {
+    "byte-level": BYTES,
+    "sentencepiece": PIECES,
+    "first space kept": first_space_kept_tokenizer(),
+    "metaspace": metaspace_tokenizer(),
+    "WordPiece": wordpiece_tokenizer(),
+}
 END = BYTES.convert_tokens_to_ids(SPECIAL)
 
 
@@ -25,6 +65,23 @@ def ids(text: str | bytes, tokenizer=BYTES) -> list[int]:
     return tokenizer.convert_tokens_to_ids([byte_to_char[byte] for byte in text])
 
 
+def byte_tokens(text: str | bytes) -> list[int]:
+    """Ids of the byte tokens of a sentencepiece tokenizer that spell these bytes."""
+    data = text.encode() if isinstance(text, str) else text
+    return PIECES.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in data])
+
+
+def is_half(data: bytes) -> bool:
+    """Whether these bytes are the beginning of one character; Python takes that of a lone surrogate for one, too."""
+    if len(data) == 2 and data[0] == 0xED and data[1] >= 0xA0:
+        return data[1] <= 0xBF
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start == 0 and error.reason == "unexpected end of data"
+    return False
+
+
 def _char_to_byte() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -33,7 +90,8 @@ def _char_to_byte() -> dict[str, int]:
 
 def steps(token_ids, tokenizer=BYTES, prompt=(), **params) -> list[str]:
     """The text after every token, and after finish()."""
-    detokenizer = Detokenizer(tokenizer, list(prompt), SamplingParams(max_tokens=None, **params))
+    decoder = None if tokenizer is None else TokenDecoder(tokenizer)
+    detokenizer = Detokenizer(decoder, list(prompt), SamplingParams(max_tokens=None, **params))
     texts = []
     for token_id in token_ids:
         detokenizer.append(token_id)
@@ -129,7 +187,7 @@ class TestWholeCharacters:
         assert steps([]) == [""]
 
     def test_finishing_twice_adds_nothing(self):
-        detokenizer = Detokenizer(BYTES, ids("the"), SamplingParams(stop="fox!"))
+        detokenizer = Detokenizer(TokenDecoder(BYTES), ids("the"), SamplingParams(stop="fox!"))
         for token_id in ids(" fox"):
             detokenizer.append(token_id)
         detokenizer.finish()
@@ -146,15 +204,95 @@ class TestSentencepiece:
         token_ids = [PIECES.convert_tokens_to_ids(piece) for piece in ("▁", "▁", "a")]
         assert final(token_ids, tokenizer=PIECES) == " a" == PIECES.decode(token_ids)
 
-    def test_byte_fallback_characters_appear_whole_one_after_the_other(self):
-        token_ids = [PIECES.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€😀".encode()]
-        assert steps(token_ids, tokenizer=PIECES, prompt=ids("the", PIECES)) == [
-            "", "", "€", "€", "€", "€", "€😀", "€😀"
-        ]  # fmt: skip
+    def test_byte_tokens_appear_with_the_end_of_their_run(self):
+        token_ids = [*byte_tokens("€😀"), PIECES.convert_tokens_to_ids("a")]
+        assert steps(token_ids, tokenizer=PIECES, prompt=ids("the", PIECES)) == [*[""] * 7, "€😀a", "€😀a"]
+        assert final(token_ids[:-1], tokenizer=PIECES, prompt=ids("the", PIECES)) == "€😀"
+
+    def test_stray_byte_takes_back_the_characters_of_its_run_before_they_are_shown(self):
+        """Case: 你, a lone E2 and a: 你 was on the screen when the decoder made three replacement characters of it."""
+        token_ids = [*byte_tokens("你"), *byte_tokens(b"\xe2"), PIECES.convert_tokens_to_ids("a")]
+        assert final(token_ids, tokenizer=PIECES, prompt=ids("the", PIECES)) == "\ufffd" * 4 + "a"
+        assert final(token_ids[:-1], tokenizer=PIECES, prompt=ids("the", PIECES)) == "你", "the end of a character is missing"
+
+    def test_stray_bytes_at_the_end_take_no_text_with_them(self):
+        """Case: of é behind a stray byte, nothing was left."""
+        token_ids = [PIECES.convert_tokens_to_ids("a"), *byte_tokens(b"\xe2" + "é".encode())]
+        assert final(token_ids, tokenizer=PIECES) == "a" + "\ufffd" * 3
+
+    def test_stop_string_in_a_run_of_bytes_is_found_with_its_last_byte(self):
+        newline, more = byte_tokens("\n\n"), byte_tokens("x")
+        detokenizer = Detokenizer(TokenDecoder(PIECES), ids("the", PIECES), SamplingParams(stop="\n"))
+        detokenizer.append(PIECES.convert_tokens_to_ids("a"))
+        detokenizer.append(newline[0])
+        assert (detokenizer.stop_hit, detokenizer.text) == ("\n", "a")
+        assert final([*newline, *more], tokenizer=PIECES, stop="\nx") == "\n"
+        assert final([*newline, *more], tokenizer=PIECES, stop="x", min_tokens=4) == "\n\nx"
+
+    def test_long_run_of_bytes_costs_no_more_a_token_than_a_short_one(self):
+        counting = Counting(PIECES)
+        counting.convert_tokens_to_ids, counting.unk_token_id = PIECES.convert_tokens_to_ids, PIECES.unk_token_id
+        stream = TextStream(TokenDecoder(counting), ids("the", PIECES))
+        for token_id in byte_tokens("你" * 1000):
+            stream.append(token_id)
+        assert stream.finish() == "你" * 1000
+        assert counting.decoded < 5 * 3000
 
     def test_half_a_byte_fallback_character_at_the_end_is_not_shown(self):
         token_ids = [PIECES.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€😀".encode()[:-1]]
         assert final(token_ids, tokenizer=PIECES, prompt=ids("the", PIECES)) == "€"
+
+
+def mixes(tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any tokens at all, and more often than by chance whole characters, halves of them and stray bytes."""
+    pieces = [st.integers(0, len(tokenizer) - 1).map(lambda i: [i])]
+    texts = ["a", " the", "你", "😀", "é", "\n", "\ufffd"]
+    pieces.append(st.sampled_from(texts).map(lambda text: ids(text, tokenizer)))
+    broken = ["你".encode(), "😀".encode()[:2], b"\xe2", b"\x80", "é".encode(), "\ufffd".encode(), b"\n"]
+    if tokenizer is BYTES:
+        pieces.append(st.sampled_from(broken).map(ids))
+    elif TokenDecoder(tokenizer).byte_tokens:
+        pieces.append(st.sampled_from(broken).map(byte_tokens))
+    return st.lists(st.one_of(pieces), max_size=10).map(lambda runs: [i for run in runs for i in run])
+
+
+class TestAllAtOnce:
+    """Streamed text is what decoding all tokens at once gives, but for half a character at the end."""
+
+    def allowed(self, decoder: TokenDecoder, prompt: list[int], token_ids: list[int]) -> list[str]:
+        """The text decoded at once, and without half a character: up to 3 byte tokens, or 1 replacement character."""
+        before = len(decoder.decode(prompt))
+        spoken = [token_id for token_id in token_ids if token_id not in decoder.special_ids]
+        whole = decoder.decode(prompt + spoken)[before:]
+        texts = [whole]
+        if spoken and spoken[-1] in decoder.byte_tokens:
+            run = bytes(decoder.byte_tokens.get(token_id, 0x20) for token_id in spoken)
+            cuts = [len(spoken) - size for size in (1, 2, 3) if is_half(run[-size:])]
+            texts = [decoder.decode(prompt + spoken[:cut])[before:] for cut in cuts] or [whole]
+        elif whole.endswith(REPLACEMENT):
+            texts.append(whole[:-1])
+        return texts
+
+    @pytest.mark.parametrize("name", ALL)
+    @given(st.data())
+    @settings(max_examples=150)
+    def test_streamed_text_of_any_mix_of_tokens_is_what_one_decode_gives(self, name, data):
+        """Case: of 1,500 mixes of characters and stray bytes, 402 were another text in sentencepiece."""
+        tokenizer = ALL[name]
+        token_ids, prompt = data.draw(mixes(tokenizer)), data.draw(st.sampled_from([[], ids("the fox", tokenizer)]))
+        texts = steps(token_ids, tokenizer=tokenizer, prompt=prompt)
+        assert texts[-1] in self.allowed(TokenDecoder(tokenizer), prompt, token_ids)
+        assert_only_grows(texts)
+
+    @pytest.mark.parametrize("name", ALL)
+    @given(st.data())
+    @settings(max_examples=60)
+    def test_text_of_all_tokens_in_one_go_is_the_streamed_text(self, name, data):
+        tokenizer = ALL[name]
+        token_ids, prompt = data.draw(mixes(tokenizer)), data.draw(st.sampled_from([[], ids("the fox", tokenizer)]))
+        stream = TextStream(TokenDecoder(tokenizer), prompt)
+        assert stream.text_of(token_ids) == final(token_ids, tokenizer=tokenizer, prompt=prompt)
+        assert stream.text_of(token_ids) == stream.text_of(token_ids), "nothing changed"
 
 
 class TestPromptThatEndsInsideACharacter:
@@ -288,7 +426,7 @@ class TestStopStrings:
         assert final(ids("abc STOP def STOP"), stop=" STOP") == "abc"
 
     def test_a_hit_is_reported_once_it_is_complete(self):
-        detokenizer = Detokenizer(BYTES, ids("the"), SamplingParams(stop=["ox", "zz"]))
+        detokenizer = Detokenizer(TokenDecoder(BYTES), ids("the"), SamplingParams(stop=["ox", "zz"]))
         for token_id in ids(b"fo"):
             detokenizer.append(token_id)
             assert detokenizer.stop_hit is None
@@ -297,6 +435,44 @@ class TestStopStrings:
 
     def test_held_text_is_shown_when_the_end_comes_first(self):
         assert steps(ids(b"ab\nUs"), stop="\nUser:")[-2:] == ["ab", "ab\nUs"]
+
+
+class TestSpecialStop:
+    """A stop string that names a special token. The token gives no text, so no search in the text could find it."""
+
+    def test_special_stop_ends_the_text_where_the_token_comes(self):
+        """Case: stop=["<|im_end|>"] ran to max_tokens in silence."""
+        detokenizer = Detokenizer(TokenDecoder(BYTES), ids("the"), SamplingParams(stop=["zz", SPECIAL]))
+        for token_id in [*ids(" fox"), END, *ids(" jumps")]:
+            detokenizer.append(token_id)
+        detokenizer.finish()
+        assert (detokenizer.text, detokenizer.stop_hit) == (" fox", SPECIAL)
+
+    def test_special_stop_shows_what_was_held_back_but_no_half_character(self):
+        assert final([*ids("a\nUs"), END, *ids("er:")], stop=["\nUser:", SPECIAL]) == "a\nUs"
+        assert final([*ids("a"), *ids("😀".encode()[:3]), END], stop=SPECIAL) == "a"
+        assert final([*ids("a\ufffd"), END], stop=SPECIAL) == "a\ufffd"
+        assert final([*byte_tokens("你"), PIECES.eos_token_id, *byte_tokens("x")], tokenizer=PIECES, stop=SPECIAL) == "你"
+
+    def test_special_stop_that_is_written_in_letters_ends_the_text_too(self):
+        letters = [token_id for letter in SPECIAL for token_id in ids(letter.encode())]
+        assert END not in letters
+        assert final([*ids("a"), *letters, *ids("b")], stop=SPECIAL) == "a"
+
+    def test_special_stop_before_min_tokens_is_passed_over(self):
+        assert final([END, *ids(b"ab"), END, *ids(b"c")], stop=SPECIAL, min_tokens=3) == "ab"
+        assert final([END, *ids(b"ab")], stop=SPECIAL, min_tokens=2) == "ab"
+
+    def test_special_stop_goes_on_in_a_fork(self):
+        child = Detokenizer(TokenDecoder(BYTES), [], SamplingParams(stop=SPECIAL)).fork()
+        child.append(END)
+        assert child.stop_hit == SPECIAL
+
+    @pytest.mark.parametrize("stop", [SPECIAL + "\n", "x" + SPECIAL, SPECIAL * 2])
+    def test_special_stop_with_text_around_it_is_refused_with_what_to_do(self, stop):
+        message = rf"^stop has .*holds the special token '{re.escape(SPECIAL)}'.*or stop_token_ids=\[{END}\]\.$"
+        with pytest.raises(ValueError, match=message):
+            Detokenizer(TokenDecoder(BYTES), [], SamplingParams(stop=["ok", stop]))
 
 
 class TestMinTokens:
@@ -328,7 +504,7 @@ class TestFork:
     @example(ids("x a"), ids("b"), ids("a"), "ab")  # each side holds an open end back when the fork comes
     @example(ids("😀".encode()[:2]), ids("😀".encode()[2:]), ids("a"), None)  # half a character
     def test_parent_and_child_say_what_each_would_have_said_alone(self, said, ours, theirs, stop):
-        parent = Detokenizer(BYTES, ids("the"), SamplingParams(stop=stop))
+        parent = Detokenizer(TokenDecoder(BYTES), ids("the"), SamplingParams(stop=stop))
         for token_id in said:
             parent.append(token_id)
         child = parent.fork()
@@ -375,16 +551,29 @@ class Counting:
 def test_the_work_for_a_token_does_not_grow_with_the_text(piece):
     token_ids = (piece if isinstance(piece, list) else ids(piece)) * 400
     counting = Counting(BYTES)
-    stream = TextStream(counting, ids("the"))
+    stream = TextStream(TokenDecoder(counting), ids("the"))
     for token_id in token_ids:
         stream.append(token_id)
     stream.finish()
     assert counting.decoded <= 5 * LONGEST_CHARACTER * len(token_ids)
 
 
+def test_added_tokens_are_listed_once_for_all_requests():
+    """Case: 6,400 added tokens were listed twice a request, and again for each continuation: 1.1 s for n = 64."""
+    listings = []
+
+    class Listing(Counting):
+        added_tokens_decoder = property(lambda self: listings.append(1) or self.tokenizer.added_tokens_decoder, lambda *_: None)
+
+    decoder = TokenDecoder(Listing(BYTES))
+    for _ in range(5):
+        Detokenizer(decoder, ids("the"), SamplingParams(stop=[SPECIAL, "x"])).append(END)
+    assert len(listings) == 1
+
+
 def test_a_long_prompt_costs_no_more_than_a_short_one():
     counting = Counting(BYTES)
-    TextStream(counting, ids("the fox ") * 2000)
+    TextStream(TokenDecoder(counting), ids("the fox ") * 2000)
     assert counting.decoded < 100
 
 
@@ -429,6 +618,6 @@ class TestRealTokenizer:
 
 
 def test_the_detokenizer_reads_only_stop_and_min_tokens_of_the_params():
-    detokenizer = Detokenizer(BYTES, ids("the"), SimpleNamespace(stop=("x",), min_tokens=0))
+    detokenizer = Detokenizer(TokenDecoder(BYTES), ids("the"), SimpleNamespace(stop=("x",), min_tokens=0))
     detokenizer.append(*ids(b"x"))
     assert detokenizer.stop_hit == "x"
