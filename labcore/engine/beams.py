@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from labcore.engine.request_group import Change, Group
+from labcore.models.token_decoder import TokenDecoder
 from labcore.outputs import CompletionOutput, RequestOutput
 from labcore.request import Request
 from labcore.sampling.beam_search import BeamSearch, Hypothesis
 from labcore.sampling.detokenizer import TextStream
-from labcore.sampling.token_decoder import TokenDecoder
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from labcore.models.layers import LayerShape
 from labcore.models.probe import first_line, probe
 from labcore.models.resolver import resolve
 from labcore.models.support import check_supported
+from labcore.models.token_decoder import TokenDecoder
 from labcore.models.view import view_of
-from labcore.sampling.token_decoder import TokenDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from copy import copy
 from itertools import islice
 
-from labcore.sampling.token_decoder import TokenDecoder
+from labcore.models.token_decoder import TokenDecoder
 from labcore.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no character, or not yet one

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from labcore.setup.clean import clean
 from labcore.setup.environment import OLDEST_PYTHON, ROOT, ensure_installed, environment, say, venv_python
-from labcore.setup.errors import SetupError, explain_os
+from labcore.setup.explanations import SetupError, explain_os
 
 FIRST_PORT, LAST_PORT = 8888, 8937
 START = "lab/tree/notebooks/00_start_here.ipynb"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from labcore.files.folder_lock import folder_lock
 from labcore.setup.environment import ROOT, say, short
-from labcore.setup.errors import SetupError
+from labcore.setup.explanations import SetupError
 from labcore.setup.ownership import empty, why_not_ours
 
 TOOL_CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "labcore.egg-info")

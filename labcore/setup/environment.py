@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from labcore.files.folder_lock import folder_lock
-from labcore.setup.errors import NEEDED_GB, SetupError, explain_import, explain_pip, explain_venv
+from labcore.setup.explanations import NEEDED_GB, SetupError, explain_import, explain_pip, explain_venv
 from labcore.setup.ownership import STAMP, UNFINISHED, empty, mark, why_not_ours
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from labcore.setup.errors import SetupError
+from labcore.setup.explanations import SetupError
 
 MARKER = "labcore-environment"
 STAMP, UNFINISHED = "labcore-installed", "labcore-unfinished"

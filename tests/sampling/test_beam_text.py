@@ -12,9 +12,9 @@ from tiny_models import prompt, tiny
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.engine.beams import BeamGroup
 from labcore.models import LoadedModel, from_model
+from labcore.models.token_decoder import TokenDecoder
 from labcore.request import Request
 from labcore.sampling.beam_search import Hypothesis
-from labcore.sampling.token_decoder import TokenDecoder
 
 
 def text(token_ids: list[int], tokenizer=PIECES, reason: str = "length", said: str = "the") -> str:

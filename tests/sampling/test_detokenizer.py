@@ -13,8 +13,8 @@ from tiny_tokenizers import BYTES, PIECES, SPECIAL, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from labcore.models.token_decoder import TokenDecoder
 from labcore.sampling.detokenizer import LONGEST_CHARACTER, REPLACEMENT, Detokenizer, StopStrings, TextStream
-from labcore.sampling.token_decoder import TokenDecoder
 from labcore.sampling_params import SamplingParams
 
 
