@@ -21,6 +21,7 @@ class EngineConfig:
     """Settings of one engine. Every field is checked; a bad one raises `ValueError` that names it and its range.
 
     device, dtype            "auto", or what torch calls them: "cpu", "cuda:0", "float32", "bfloat16", …
+    trust_remote_code        run the Python files that come with a model; False refuses a model that needs them
     block_size               tokens per KV block, 1 … 256
     num_blocks               KV blocks in the pool; None sizes the pool from memory
     gpu_memory_utilization   share of the GPU's memory that the engine may use in all, above 0 and up to 1 (cuda)
@@ -46,6 +47,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
+    trust_remote_code: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -86,7 +88,7 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "cuda_graphs", "record"):
+        for name in ("trust_remote_code", "enable_prefix_caching", "enable_chunked_prefill", "cuda_graphs", "record"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
 

@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from labcore.assembly import make_engine
-from labcore.attention.base import AttentionBackend
+from labcore.attention.backend import AttentionBackend
 from labcore.attention.select import select_backend
-from labcore.blocks import BlockPool
-from labcore.chunking import ChunkPolicy
 from labcore.config import EngineConfig
-from labcore.engine import Params
-from labcore.gate import check_text
-from labcore.interrupt import interruptible
+from labcore.engine.build import make_engine
+from labcore.engine.engine import Params
+from labcore.engine.signals import interruptible
+from labcore.engine.validation import check_text
+from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.prefix import PrefixCache
 from labcore.models import LoadedModel, load
+from labcore.models.probe import first_line
 from labcore.outputs import RequestOutput
-from labcore.prefix import PrefixCache
 from labcore.sampling_params import BeamSearchParams, SamplingParams
-from labcore.scheduler import Preemption, Scheduler
+from labcore.scheduler.chunking import ChunkPolicy
+from labcore.scheduler.preemption import Preemption
+from labcore.scheduler.scheduler import Scheduler
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
@@ -34,8 +37,11 @@ class LLM:
     attention_backend   "auto", "torch", "triton", or an `AttentionBackend`; on a CPU Triton's kernels are interpreted,
                         which is right, and very slow
     block_pool, scheduler, prefix_cache, preemption, chunking
-                        a part of your own, as a class or an instance, in place of labcore's; see `labcore.assembly`
+                        a part of your own, as a class or an instance, in place of labcore's; see `labcore.engine.build`
     settings            fields of `EngineConfig`
+
+    A model in memory (`labcore.models.from_model`) stays its owner's: the engine runs a view of its own over the same weights.
+    After changing weights in place, call `reset_prefix_cache()`, or answers begin with KV of the old ones.
 
     Raises ValueError for a bad setting or a model that can't be served, and ModelError when it can't be had.
     """
@@ -54,7 +60,10 @@ class LLM:
     ) -> None:
         name = attention_backend if isinstance(attention_backend, str) else "custom"
         config = EngineConfig(attention_backend=name, **settings)
-        loaded = model if isinstance(model, LoadedModel) else load(model, config.device, config.dtype)
+        if isinstance(model, LoadedModel):
+            loaded = model
+        else:
+            loaded = load(model, config.device, config.dtype, config.trust_remote_code)
         self.engine = make_engine(
             config,
             loaded,
@@ -77,7 +86,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, all of them at once, and return one output a prompt, in the order of the prompts.
 
-        prompts    a text, a list of token ids, or a list of either
+        prompts    a text, a list of token ids, or a list of either. A text that begins with the BOS token gets no second one
         params     one for all, or one a prompt
         priority   likewise; matters under scheduling_policy="priority"
         A prompt that fails by itself (its logits are NaN, the tokenizer raises on its tokens) has its place in the list, too:
@@ -104,7 +113,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them. A message is {"role": "system" | "user" | "assistant", "content": …}.
 
-        Raises ValueError for an empty conversation, a message without role or content, and a model without a template.
+        Raises ValueError for an empty conversation, a message without role or content, a model without a template, and
+        messages that its template refuses.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise ValueError(f"messages is {messages!r}; it must be a list of messages, each with a role and a content.")
@@ -131,6 +141,10 @@ class LLM:
                 raise ValueError(f"params is {one!r}; it must be a BeamSearchParams; generate() takes the other kind.")
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
+    def reset_prefix_cache(self) -> None:
+        """Evict every cached prefix, after weights were changed in place; see `Engine.reset_prefix_cache`."""
+        self.engine.reset_prefix_cache()
+
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation under the model's chat template, ready for the assistant's turn."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -143,17 +157,29 @@ class LLM:
             if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
                 raise ValueError(f"messages[{i}] is {message!r}; it must have a 'role' and a 'content', both text.")
             check_text(f"messages[{i}]['content']", message["content"])
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is a program, which may refuse messages, or fail in any way
+            raise ValueError(
+                f"messages can't be put into this model's chat template ({type(error).__name__}: {first_line(error)}) — change "
+                "them (some templates take no system message, or want user and assistant in turn), or use generate()."
+            ) from error
+
+    def prompt_tokens(self, prompt: str, name: str = "prompt") -> list[int]:
+        """The token ids of a text, with the special tokens that the tokenizer puts around it.
+
+        BOS stands in front once, also where the text, made by a chat template for one, brings it along.
+        name: of the prompt, in the ValueError for an empty one, for what is no text, and for a model without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is a text, but this model has no tokenizer; pass token ids.")
+        if not prompt:
+            raise ValueError(f"{name} is empty; it must have at least 1 character.")
+        check_text(name, prompt)
+        return encode_once(self.tokenizer, prompt)
 
     def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError(f"prompt {index} is a text, but this model has no tokenizer; pass token ids.")
-        if not prompt:
-            raise ValueError(f"prompt {index} is empty; it must have at least 1 character.")
-        check_text(f"prompt {index}", prompt)
-        return self.tokenizer.encode(prompt)
+        return self.prompt_tokens(prompt, f"prompt {index}") if isinstance(prompt, str) else list(prompt)
 
     def _serve(
         self, prompts: list[list[int]], params: list[Params], priorities: list[int], use_tqdm: bool
@@ -182,6 +208,20 @@ class LLM:
             for request_id in engine.request_ids():
                 engine.abort(request_id)
         return [done[request_id] for request_id in ids]
+
+
+def encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, special tokens around it, but no BOS in front of one that the text begins with."""
+    token_ids, bos = tokenizer.encode(text), getattr(tokenizer, "bos_token_id", None)
+    if bos is None or token_ids[:2] != [bos, bos]:
+        return token_ids
+    written = tokenizer.encode(text, add_special_tokens=False)
+    return token_ids[num_leading(bos, token_ids) - num_leading(bos, written) :]
+
+
+def num_leading(token_id: int, token_ids: Sequence[int]) -> int:
+    """How often `token_id` stands at the beginning, without a break."""
+    return next((i for i, other in enumerate(token_ids) if other != token_id), len(token_ids))
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labcore.blocks import BlockTable
 from labcore.outputs import RequestMetrics
 from labcore.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from labcore.kvcache.blocks import BlockTable
 
 
 class RequestStatus(Enum):

@@ -27,7 +27,8 @@ class SamplingParams:
     seed                 the same seed gives the same text, whatever else is in the batch; None takes the engine's
     max_tokens           most output tokens; None goes on up to max_model_len
     min_tokens           output tokens before an end token, a stop id or a stop string may end the request
-    stop                 a string, or several, that end the text; they are cut off. Kept as a tuple
+    stop                 a string, or several, that end the text; they are cut off. The name of a special token, which
+                         gives no text, ends it where that token comes. Kept as a tuple
     stop_token_ids       token ids that end the request as the model's own end token does. Kept as a tuple
     ignore_eos           go on after the model's end token
     logprobs             None, or how many of the likeliest tokens to report with their log-probabilities at each

@@ -10,11 +10,11 @@ from playwright.sync_api import sync_playwright
 from plotly.offline import get_plotlyjs
 
 from labcore import LLM, SamplingParams
-from labcore.naive import static_batches
+from labcore.baseline.naive import static_batches
 from labcore.recorder import Recording
-from labcore.traces import TraceRequest
+from labcore.workload.traces import TraceRequest
 from labcore.viz import Picture, block_map, timeline
-from labcore.viz.picture import without_slider
+from labcore.viz.figure import without_slider
 
 HERE = Path(__file__).parent
 ASSISTANT = "You are a helpful assistant who answers in one short sentence and never guesses. "

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from labcore.attention.base import AttentionBackend
+from labcore.attention.backend import AttentionBackend
 from labcore.attention.torch_backend import TorchAttention
 
 BACKENDS = ("auto", "torch", "triton")

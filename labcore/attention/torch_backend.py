@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from labcore.attention.base import AttentionBackend
-from labcore.attention.kv_cache import KVCache
-from labcore.attention.metadata import AttentionMetadata
+from labcore.attention.backend import AttentionBackend, AttentionMetadata
+from labcore.kvcache.tensors import KVCache
 
 SHORTEST_TO_LONGEST = 0.6
 """Sequences this close in length share a padded call: a wider spread gathers too much padding, a narrower one makes too

@@ -15,19 +15,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from labcore.attention.base import AttentionBackend
-from labcore.attention.kv_cache import KVCache
-from labcore.attention.metadata import AttentionMetadata
-from labcore.attention.tiles import INTERPRETER, Tile, decode_tile, prefill_tile
-from labcore.attention.triton_launch import (
-    Launch,
-    Scoring,
-    copy_launch,
-    decode_launches,
-    prefill_launch,
-    store_launch,
-)
-from labcore.attention.triton_switch import INTERPRETED
+from labcore.attention.backend import AttentionBackend, AttentionMetadata
+from labcore.attention.kernels.launch import Launch, Scoring, copy_launch, decode_launches, prefill_launch, store_launch
+from labcore.attention.kernels.tile_sizes import INTERPRETER, Tile, decode_tile, prefill_tile
+from labcore.attention.kernels.triton_mode import INTERPRETED
+from labcore.kvcache.tensors import KVCache
 
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256

@@ -4,7 +4,7 @@ In a notebook:
 
     from labcore.course import check, finished, hint, ledger, progress, prove
 
-The rest of this page is for those who write a notebook. The rules that a test enforces are in `labcore.course.rules`;
+The rest of this page is for those who write a notebook. The rules that a test enforces are in `labcore.course.author.rules`;
 `labcore course rules 02` lists what a notebook still breaks.
 
 
@@ -13,7 +13,7 @@ The rest of this page is for those who write a notebook. The rules that a test e
 A part's code is written once, in the notebook, in cells whose first line names what they define, by its path in
 labcore:
 
-    # labcore: blocks.BlockPool
+    # labcore: kvcache.blocks.BlockPool
     class BlockPool:
         \"\"\"A fixed number of KV blocks.\"\"\"
 
@@ -23,16 +23,16 @@ labcore:
 A class grows one method at a time by being opened again, in plain Python: a subclass of the same name. The first cell
 names the class, each later one the methods that it adds:
 
-    # labcore: blocks.BlockPool.allocate
+    # labcore: kvcache.blocks.BlockPool.allocate
     class BlockPool(BlockPool):                                     # NEW
         def allocate(self, n: int) -> list[int]:
             ...
 
-    # labcore: blocks.BlockPool.fork, .refcount, .is_writable
+    # labcore: kvcache.blocks.BlockPool.fork, .refcount, .is_writable
     class BlockPool(BlockPool):                                     # NEW
         ...
 
-    # labcore: blocks.OutOfBlocks, blocks.BlockError
+    # labcore: kvcache.blocks.OutOfBlocks, kvcache.blocks.BlockError
     class OutOfBlocks(RuntimeError): ...
 
 Why a subclass and no decorator: the cell looks as the method looks in the package, it can be run twice, and nothing
@@ -49,7 +49,7 @@ same.
 - Module constants count: `# labcore: naive.PAD` for `PAD = -1`.
 - Each public symbol of a part has one owner, and its docstring in the package says so: "Built in notebook 02."
 - First sketches, to be thrown away, have no marker and a name of their own (`ToyPool`), so that the reader can tell.
-- What a notebook can't build readably stays out, by name and reason, in `labcore.course.promotion.KEPT_OUT`.
+- What a notebook can't build readably stays out, by name and reason, in `labcore.course.author.promotion.KEPT_OUT`.
 
 
 2. Exercises
@@ -60,7 +60,7 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
     Bo forks: two children share his half-filled block. …
     *Spec:* …
 
-    # labcore: blocks.BlockTable.writable_tail
+    # labcore: kvcache.blocks.BlockTable.writable_tail
     class BlockTable(BlockTable):                                   # NEW
         def writable_tail(self) -> tuple[int, int] | None:
             \"\"\"…\"\"\"
@@ -90,7 +90,7 @@ outside of one. So keep signature and docstring above BEGIN. Each marker has its
 - For an nbgrader course, `labcore student build --nbgrader-source --out COURSE/source/labcore` writes what its
   `generate_assignment` starts from; with LABCORE_CHECK=raise its `autograde` gives points by our checks.
 
-The exercise itself is an `Exercise`, or a `BugHunt`, in `labcore/course/specs/nb02.py`. `labcore.course.exercises`
+The exercise itself is an `Exercise`, or a `BugHunt`, in `labcore/course/exercises/nb02.py`. `labcore.course.learner.exercise`
 tells its fields and the words that a check is written in: `expect`, `expect_equal`, `expect_raises`,
 `expect_attributes`.
 
@@ -114,7 +114,7 @@ The tests want `tests/course_solutions/nb02.py`, for each exercise:
 -----------------------
 `prove(BlockPool, model=llm)` runs the model with the notebook's part and with ours and says where they part, if they
 do. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
-`data/claims.json`, described in `labcore.course.claims`. `claim("reserve").figure` is there to be asserted against,
+`data/claims.json`, described in `labcore.course.learner.claims`. `claim("reserve").figure` is there to be asserted against,
 so that ledger and notebook can't drift apart. `progress("02")` shows this notebook's exercises.
 
 
@@ -125,8 +125,8 @@ Progress is kept in memory there and under nbval (LABCORE_PROGRESS=off), so that
 always reads the same.
 """
 
-from labcore.course.claims import claim, ledger
-from labcore.course.proof import prove
-from labcore.course.session import check, finished, hint, progress
+from labcore.course.learner.claims import claim, ledger
+from labcore.course.learner.engine_diff import prove
+from labcore.course.learner.verdict import check, finished, hint, progress
 
 __all__ = ["check", "claim", "finished", "hint", "ledger", "progress", "prove"]

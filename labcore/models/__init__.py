@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 
 _HOMES = {
-    "fetch_default": "labcore.models.fetch",
+    "fetch_default": "labcore.models.download",
     "resolve": "labcore.models.resolver",
     "load": "labcore.models.loader",
     "from_model": "labcore.models.loader",

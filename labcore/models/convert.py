@@ -18,13 +18,14 @@ MACHINE_KEYS = ("is_local", "local_files_only")  # notes of transformers on wher
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write config, weights (float32 safetensors), generation config, tokenizer and chat template to `folder`."""
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    source = {"gguf_file": gguf.name, "trust_remote_code": False}
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     config = quantised.config
     del config.quantization_config
     model = type(quantised)(config).to(torch.float32)
     model.load_state_dict(quantised.state_dict())
     model.tie_weights()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
 
     ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]  # of a turn, of a text
     model.generation_config = GenerationConfig(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from labcore.models.layers import LayerShape
 from labcore.models.probe import first_line, probe
 from labcore.models.resolver import resolve
 from labcore.models.support import check_supported
+from labcore.models.token_decoder import TokenDecoder
+from labcore.models.view import view_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -28,6 +31,7 @@ class LoadedModel:
     """A decoder that the engine can serve, in eval mode.
 
     name                 as it was asked for
+    model                each engine runs a view of its own of it, see `labcore.models.view`
     tokenizer            None if the model came without one: then only token ids can be prompts
     layers               shape of each attention layer, in the order of the forward pass
     max_positions        most tokens of one sequence, prompt and output together
@@ -45,13 +49,24 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def decoder(self) -> TokenDecoder | None:
+        """The tokenizer as detokenizers need it; None if there is no tokenizer."""
+        return None if self.tokenizer is None else TokenDecoder(self.tokenizer)
 
-def load(name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto") -> LoadedModel:
+
+def load(
+    name: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
     """Load a model from disk, from the cache or from the Hugging Face hub.
 
-    name     "smollm2-135m", a local folder, or a Hugging Face id of a supported decoder
-    device   "auto" (cuda if it works, else cpu), "cpu", "cuda", "cuda:1", …
-    dtype    "auto" (cpu: float32 · cuda: bfloat16, float16 below sm_80), "float32", "bfloat16", "float16"
+    name                "smollm2-135m", a local folder, or a Hugging Face id of a supported decoder
+    device              "auto" (cuda if it works, else cpu), "cpu", "cuda", "cuda:1", …
+    dtype               "auto" (cpu: float32 · cuda: bfloat16, float16 below sm_80), "float32", "bfloat16", "float16"
+    trust_remote_code   run the Python files that come with the model; False never does, and never asks
 
     Raises ValueError for a bad argument, UnsupportedModel if a paged cache can't serve the model, and ModelError if it
     can't be had or read.
@@ -60,15 +75,23 @@ def load(name: str | Path, device: str | torch.device = "auto", dtype: str | tor
     dtype = pick_dtype(dtype, device)
     source = resolve(name)
     with quiet_transformers(progress_bars=isinstance(source, str)), one_line_errors(name, source):
-        config = AutoConfig.from_pretrained(source)
-        check_supported(config)
+        # Left at None, transformers asks on stdin whether to run a model's own code.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not (trust_remote_code and getattr(config, "auto_map", None)):  # else its class is known once it is loaded
+            check_supported(config)
+        # Implementations that a config names were there where it was saved. Attention is labcore's in any case.
+        config._attn_implementation = config._experts_implementation = None
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
+            config=config,
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
             output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
-        tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer(source) else None
+        tokenizer = None
+        if has_tokenizer(source):
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
         raise ModelError(
             f"the weights of {name} do not fit its config: {len(missing)} tensors are missing or misshapen, "
@@ -80,12 +103,13 @@ def load(name: str | Path, device: str | torch.device = "auto", dtype: str | tor
 def from_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None
 ) -> LoadedModel:
-    """Take a model that is already in memory. It is put into eval mode; weights, device and dtype stay as they are.
+    """Take a model that is already in memory. Its owner's object stays as it is: the weights are shared, nothing else.
 
-    Raises UnsupportedModel if a paged cache can't serve it.
+    The owner may go on training it, or generating with it. Weights that change while an engine lives: see
+    `Engine.reset_prefix_cache`. Raises UnsupportedModel if a paged cache can't serve the model.
     """
     check_supported(model)
-    model.eval()
+    model = view_of(model)
     return LoadedModel(
         name=name or model.config.model_type,
         model=model,
@@ -205,7 +229,14 @@ def one_line_errors(name: str | Path, source: Path | str) -> Iterator[None]:
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a torn file, an unknown format, a missing network: transformers has no common class
-        if isinstance(source, Path):
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name} brings Python code of its own, and labcore runs none by itself — read it, and if you trust it pass "
+                "trust_remote_code=True (labcore generate: --trust-remote-code), or choose a model without code."
+            ) from error
+        if isinstance(error, ImportError):
+            advice = "install the package that it asks for, or choose another model"
+        elif isinstance(source, Path):
             advice = "its files may be damaged or of another kind; download the model again, or pass another folder"
         else:
             advice = (

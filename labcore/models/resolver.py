@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from labcore.models.download import DEFAULT_MODEL, fetch_default
 from labcore.models.errors import ModelError
-from labcore.models.fetch import DEFAULT_MODEL, fetch_default
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

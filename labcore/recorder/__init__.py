@@ -7,10 +7,9 @@
 No torch and no pictures here. `labcore.viz` draws.
 """
 
-from labcore.recorder.flight_recorder import Recorder
-from labcore.recorder.recording import EVENT_KINDS, Event, Recording
+from labcore.recorder.recorder import Recorder
+from labcore.recorder.recording import EVENT_KINDS, SPAN_STATES, Event, Recording, Span
 from labcore.recorder.snapshot import BlockState, RequestState, Snapshot
-from labcore.recorder.spans import SPAN_STATES, Span
 
 __all__ = [
     "EVENT_KINDS",

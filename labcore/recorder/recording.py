@@ -14,7 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from labcore.recorder.snapshot import Replay, Snapshot, pairs
-from labcore.recorder.spans import Span
+
+SPAN_STATES = ("waiting", "prefill", "decode", "preempted", "swapped", "idle")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request in one state from `start` up to, not including, `stop`; steps, or seconds if all spans use them.
+
+    state is one of SPAN_STATES. Raises ValueError for another one, or if the span ends before it starts.
+    """
+
+    request_id: str
+    start: float
+    stop: float
+    state: str
+
+    def __post_init__(self) -> None:
+        if self.state not in SPAN_STATES:
+            raise ValueError(f"state is {self.state!r}; it must be one of {', '.join(map(repr, SPAN_STATES))}.")
+        if self.stop < self.start:
+            raise ValueError(f"stop is {self.stop}; it must be at least start, {self.start}.")
+
 
 EVENT_KINDS = (
     "arrive", "admit", "cache_hit", "allocate", "share", "copy_on_write", "free", "cached", "evict",
@@ -177,15 +198,15 @@ class Recording:
         return self.decode(known)
 
     def save(self, path: str | Path) -> None:
-        """Write the record as JSON lines; see `labcore.recorder.file`."""
-        from labcore.recorder.file import save
+        """Write the record as JSON lines; see `labcore.recorder.jsonl`."""
+        from labcore.recorder.jsonl import save
 
         save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Recording:
         """Read a record back. Raises ValueError, in one line, for a file that is foreign, truncated or too new."""
-        from labcore.recorder.file import load
+        from labcore.recorder.jsonl import load
 
         return load(path)
 

@@ -1,6 +1,6 @@
 """The commands of the Makefile: `python -m labcore.setup lab`, `… test`, and so on.
 
-Each begins by setting up what is missing (environment.py), so each works alone on a bare machine.
+Each begins by setting up what is missing (environment.py), so each works alone on a bare machine; but for `clean`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from labcore.setup.clean import clean
 from labcore.setup.environment import OLDEST_PYTHON, ROOT, ensure_installed, environment, say, venv_python
-from labcore.setup.errors import SetupError
+from labcore.setup.explanations import SetupError, explain_os
 
 FIRST_PORT, LAST_PORT = 8888, 8937
 START = "lab/tree/notebooks/00_start_here.ipynb"
+
+
+def install(asked: argparse.Namespace) -> int:
+    """Have the environment with its packages."""
+    ensure_installed(asked.venv, asked.python)
+    return 0
 
 
 def lab(asked: argparse.Namespace) -> int:
@@ -79,7 +87,7 @@ def is_free(port: int) -> bool:
 
 def fetch(asked: argparse.Namespace) -> int:
     """Have the default model in the cache. `labcore fetch` shows the progress, and says itself what went wrong."""
-    return run(asked.venv, "-m", "labcore.cli", "fetch")
+    return run(asked.venv, "-m", "labcore.cli.main", "fetch")
 
 
 SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
@@ -87,8 +95,12 @@ SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
 
 
 def test(asked: argparse.Namespace) -> int:
-    """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed."""
-    return run(asked.venv, "-m", "pytest", *SIDE_BY_SIDE, "--nbval", "--nbval-current-env", "tests", "notebooks")
+    """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed.
+
+    What was skipped is listed with its reason. Nothing is installed outside the environment, unless the variable
+    BROWSER_TESTS is `install`: then the browser tests get a Chromium where there is none, and fail without it.
+    """
+    return run(asked.venv, "-m", "pytest", "-rs", *SIDE_BY_SIDE, "--nbval", "--nbval-current-env", "tests", "notebooks")
 
 
 def test_fast(asked: argparse.Namespace) -> int:
@@ -98,7 +110,7 @@ def test_fast(asked: argparse.Namespace) -> int:
 
 def notebooks(asked: argparse.Namespace) -> int:
     """Run every notebook in order and store its outputs; the first one that fails stays as it was, and ends the run."""
-    return run(asked.venv, "-m", "labcore.cli", "course", "run")
+    return run(asked.venv, "-m", "labcore.cli.main", "course", "run")
 
 
 def lint(asked: argparse.Namespace) -> int:
@@ -111,19 +123,31 @@ def run(venv: Path, *arguments: str) -> int:
     return subprocess.run([str(venv_python(venv)), *arguments], cwd=ROOT, env=environment(venv)).returncode
 
 
+def remove(asked: argparse.Namespace) -> int:
+    """Delete the environment and what the tools left behind. Raises SetupError outside of the course's folder."""
+    if not os.path.samefile(os.curdir, ROOT):  # an installed labcore is found from everywhere
+        raise SetupError(f"this folder is not the course's — run `make clean` in {ROOT}, if that is what you want to clean.")
+    clean(asked.venv)
+    other = os.environ.get("VENV", "")
+    if other and venv_path(other) != asked.venv:
+        say(f"the VENV of the shell's environment was left alone; to delete it: make clean VENV={shlex.quote(other)}")
+    return 0
+
+
 COMMANDS = {
-    "install": [],
-    "fetch": [fetch],
-    "lab": [fetch, lab],
-    "test": [fetch, test],
-    "test-fast": [test_fast],
-    "notebooks": [fetch, notebooks],
-    "lint": [lint],
+    "install": [install],
+    "fetch": [install, fetch],
+    "lab": [install, fetch, lab],
+    "test": [install, fetch, test],
+    "test-fast": [install, test_fast],
+    "notebooks": [install, fetch, notebooks],
+    "lint": [install, lint],
+    "clean": [remove],
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Set up what is missing, then carry out one command, step by step; returns the first exit status that is not 0."""
+    """Carry out one command, step by step; returns the first exit status that is not 0."""
     parser = argparse.ArgumentParser(prog="python -m labcore.setup", description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--venv", default="", help="where the environment goes (default: .venv here)")
@@ -134,12 +158,21 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if sys.version_info < OLDEST_PYTHON:
         raise SetupError(f"this is Python {sys.version.split()[0]}; 3.10 or newer is needed — install it, use it here.")
-    asked.venv = ROOT / (asked.venv or ".venv")
-    ensure_installed(asked.venv, asked.python)
+    if not (ROOT / "requirements.lock").is_file():
+        raise SetupError(f"{ROOT} is not the course's folder — run this in the folder that the course was cloned into.")
+    asked.venv = venv_path(asked.venv)
     for step in COMMANDS[asked.command]:
         if status := step(asked):
             return status
     return 0
+
+
+def venv_path(asked: str) -> Path:
+    """The environment's folder: `.venv` in the project, or where VENV= says, with `~` for the home folder."""
+    expanded = os.path.expanduser(asked or ".venv")
+    if expanded.startswith("~"):
+        raise SetupError(f"VENV is {asked!r}, and {expanded.split('/')[0]} has no home folder here — write the whole path.")
+    return ROOT / expanded
 
 
 def main_with_plain_errors() -> int:
@@ -147,7 +180,9 @@ def main_with_plain_errors() -> int:
     try:
         return main()
     except (SetupError, OSError) as error:
-        print(f"labcore: error: {error}", file=sys.stderr)
+        message = explain_os(error) if isinstance(error, OSError) else str(error)
+        message = message.replace("\n", "\\n")  # a line break in a folder's name
+        print(f"labcore: error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nlabcore: stopped.", file=sys.stderr)

@@ -3,7 +3,8 @@
     Python >= 3.10  →  .venv  →  the pins of requirements.lock  →  labcore itself  →  stamp
 
 The stamp is written last, so an installation that failed or was killed is never taken for a good one. It names what the
-environment was made from, so new pins are installed by the same command.
+environment was made from, so new pins are installed by the same command. A folder that holds anything and was not made by
+labcore (ownership.py) is refused: nothing in it is touched.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from labcore.setup.errors import NEEDED_GB, SetupError, explain_import, explain_pip, explain_venv
+from labcore.files.folder_lock import folder_lock
+from labcore.setup.explanations import NEEDED_GB, SetupError, explain_import, explain_pip, explain_venv
+from labcore.setup.ownership import STAMP, UNFINISHED, empty, mark, why_not_ours
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST_PYTHON = (3, 10)
-STAMP, UNFINISHED, LOG = "labcore-installed", "labcore-unfinished", "labcore-pip.log"
+LOG = "labcore-pip.log"
 
 
 def ensure_installed(venv: Path, wanted_python: str = "") -> None:
@@ -29,14 +33,38 @@ def ensure_installed(venv: Path, wanted_python: str = "") -> None:
 
     wanted_python    what the reader said with PYTHON=, if anything: an existing environment must be of that version
     """
-    if venv_python(venv).exists():
-        check_version_of(venv, wanted_python)
-        if is_installed(venv):
-            return
-    if (venv / UNFINISHED).exists() or not venv_python(venv).exists():
+    refuse_foreign(venv)
+    if is_ready(venv, wanted_python):
+        return
+    if not venv_python(venv).exists():
         check_disk(venv)
+    venv.mkdir(parents=True, exist_ok=True)
+    with folder_lock(venv, lambda: say(f"another process is setting up {short(venv)}; waiting for it")):
+        refuse_foreign(venv)
+        if not is_ready(venv, wanted_python):
+            install(venv)
+
+
+def refuse_foreign(venv: Path) -> None:
+    """Raise `SetupError` if `venv` exists, holds anything, and is not an environment that labcore made."""
+    if os.path.lexists(venv) and (reason := why_not_ours(venv, ROOT, or_empty=True)):
+        raise SetupError(f"{short(venv)} {reason}, so nothing in it was touched — name a new or empty folder: VENV=/path.")
+
+
+def is_ready(venv: Path, wanted_python: str) -> bool:
+    """Whether `venv` is installed. Raises `SetupError` if it has the wrong Python."""
+    if not venv_python(venv).exists():
+        return False
+    check_version_of(venv, wanted_python)
+    return is_installed(venv)
+
+
+def install(venv: Path) -> None:
+    """Make the environment, unless it is whole, and install everything into it. The caller holds its lock."""
+    if (venv / UNFINISHED).exists() or not venv_python(venv).exists():
         say(f"making a Python environment in {short(venv)}")
         make_venv(venv)
+    mark(venv)  # an environment from before there was a marker loses its other mark now
     (venv / STAMP).unlink(missing_ok=True)
     say("installing the packages: a few minutes, the first time only")
     pip_install(venv, "-r", "requirements.lock")
@@ -72,7 +100,8 @@ def check_version_of(venv: Path, wanted_python: str = "") -> None:
     if has < OLDEST_PYTHON or (wanted_python and has != ours):
         wanted = "3.10 or newer" if has < OLDEST_PYTHON else f"{ours[0]}.{ours[1]}"
         raise SetupError(
-            f"{short(venv)} holds Python {has[0]}.{has[1]}, wanted is {wanted} — run `make clean`, then the same again."
+            f"{short(venv)} holds Python {has[0]}.{has[1]}, wanted is {wanted} — run `{clean_command(venv)}`, then the "
+            "same command again."
         )
 
 
@@ -90,11 +119,13 @@ def check_disk(venv: Path) -> None:
 
 
 def make_venv(venv: Path) -> None:
-    """Create `venv` anew, marked as unfinished."""
-    done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
+    """Create `venv` anew in its folder, marked as labcore's and as unfinished; what an earlier try left goes first."""
+    empty(venv)
+    mark(venv)
+    (venv / UNFINISHED).touch()
+    done = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
     if done.returncode:
         raise SetupError(explain_venv(done.stdout + done.stderr))
-    (venv / UNFINISHED).touch()
 
 
 def pip_install(venv: Path, *arguments: str) -> None:
@@ -120,7 +151,7 @@ def check_imports(venv: Path) -> None:
     command = [str(venv_python(venv)), "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(venv))
     if done.returncode:
-        raise SetupError(explain_import(done.stderr))
+        raise SetupError(explain_import(done.stderr, clean_command(venv)))
 
 
 def keep_jupyter_quiet(venv: Path) -> None:
@@ -150,6 +181,11 @@ def environment(venv: Path) -> dict[str, str]:
 def venv_python(venv: Path) -> Path:
     """The interpreter of the environment."""
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def clean_command(venv: Path) -> str:
+    """What to type to have `venv` deleted."""
+    return "make clean" if venv == ROOT / ".venv" else f"make clean VENV={shlex.quote(short(venv))}"
 
 
 def short(path: Path) -> str:

@@ -10,10 +10,10 @@
 
 from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
-from labcore.viz.describe import describe
+from labcore.viz.figure import Picture
 from labcore.viz.memory import memory
-from labcore.viz.picture import Picture
 from labcore.viz.queues import queues
+from labcore.viz.text_view import describe
 from labcore.viz.timeline import timeline
 
 __all__ = ["Picture", "block_map", "block_tables", "describe", "explore", "memory", "queues", "timeline"]

@@ -6,20 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from labcore.recorder import Recording, Snapshot
-from labcore.viz import grid
-from labcore.viz.picture import (
-    BUDGET,
-    NOTHING,
-    Facts,
-    Picture,
-    axis,
-    chosen,
-    columns,
-    fit,
-    heading,
-    nothing_recorded,
-    picture,
-)
+from labcore.viz import cells as grid
+from labcore.viz.figure import BUDGET, NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
 from labcore.viz.style import FAINT
 
 MAX_LINES = 40

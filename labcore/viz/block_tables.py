@@ -13,21 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from labcore.recorder import Recording, RequestState, Snapshot
-from labcore.viz import grid
+from labcore.viz import cells as grid
 from labcore.viz.block_map import MANY_BLOCKS
-from labcore.viz.picture import (
-    BUDGET,
-    NOTHING,
-    Facts,
-    Picture,
-    axis,
-    chosen,
-    columns,
-    fit,
-    heading,
-    nothing_recorded,
-    picture,
-)
+from labcore.viz.figure import BUDGET, NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
 from labcore.viz.style import EMPTY, FAINT, INK, PAPER, colour, letter, safe, short
 
 MAX_ROWS = 8

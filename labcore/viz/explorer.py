@@ -21,11 +21,11 @@ import ipywidgets as widgets
 from labcore.recorder import Recording
 from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
-from labcore.viz.describe import describe
+from labcore.viz.engine_control import Session
+from labcore.viz.figure import CONFIG, PLOTLY_MIME, Facts, Picture, nothing_recorded, without_slider
 from labcore.viz.memory import memory
-from labcore.viz.picture import CONFIG, PLOTLY_MIME, Facts, Picture, nothing_recorded, without_slider
 from labcore.viz.queues import queues
-from labcore.viz.session import Session
+from labcore.viz.text_view import describe
 from labcore.viz.timeline import timeline
 
 VIEWS: dict[str, tuple[str, Callable[..., Picture]]] = {

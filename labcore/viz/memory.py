@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labcore.recorder import Recording, Snapshot
-from labcore.viz.picture import (
+from labcore.viz.figure import (
     BUDGET,
     NOTHING,
     Facts,

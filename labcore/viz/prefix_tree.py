@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from labcore.recorder import BlockState, Recording, Snapshot
-from labcore.viz import grid
-from labcore.viz.picture import NOTHING, Facts, Picture, axis, columns, heading, nothing_recorded, picture
+from labcore.viz import cells as grid
+from labcore.viz.figure import NOTHING, Facts, Picture, axis, columns, heading, nothing_recorded, picture
 from labcore.viz.style import FAINT, PAPER
 
 MAX_LINES = 40

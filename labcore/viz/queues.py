@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from labcore.recorder import Recording, RequestState, Snapshot
-from labcore.viz.picture import (
+from labcore.viz.figure import (
     BUDGET,
     NOTHING,
     Facts,

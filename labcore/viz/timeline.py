@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from labcore.recorder import SPAN_STATES, Recording, Span
-from labcore.viz.picture import BUDGET, Facts, Picture, axis, fit, most_frames, picture, sample
+from labcore.viz.figure import BUDGET, Facts, Picture, axis, fit, most_frames, picture, sample
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 
 Run = Recording | Sequence[Span]

@@ -1,0 +1,1 @@
+"""The Triton kernels, and how they are launched. Built in notebook 03."""

@@ -1,0 +1,63 @@
+"""Where paged attention plugs into transformers: one function, registered by name, called by every layer of a model.
+
+Source: transformers' `AttentionInterface`. A model loaded with `attn_implementation=ATTENTION_NAME` hands each layer's
+q, k and v, after their rotary embedding, to `paged_attention`, along with the step that the runner passed to `model()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from labcore.attention.backend import AttentionBackend, AttentionMetadata
+from labcore.kvcache.tensors import KVCache
+
+ATTENTION_NAME = "labcore_paged"
+
+
+@dataclass
+class PagedStep:
+    """What a layer needs in order to attend: passed to `model(…, paged_step=…)` and on to every layer."""
+
+    backend: AttentionBackend
+    cache: KVCache
+    meta: AttentionMetadata
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged_step: PagedStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] → ([1, T, Hq, D], None). The mask is in the block tables."""
+    backend, cache, meta = paged_step.backend, paged_step.cache, paged_step.meta
+    layer = module.layer_idx
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    backend.store(cache, layer, k, v, meta)
+    out = backend.attend(
+        cache,
+        layer,
+        q,
+        meta,
+        scaling=q.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Doing it twice does no harm."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,78 @@
+"""`labcore course …`: what authors of notebooks need. run | promote | rules | claims."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from labcore.course.author.notebooks import run_notebook
+from labcore.course.author.promotion import compare
+from labcore.course.author.rules import rules_broken, strictly_compared_share
+from labcore.course.curriculum import notebook_files
+from labcore.course.learner.claims import ledger_table
+from labcore.course.project import project_folder
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register `labcore course`."""
+    parser = subparsers.add_parser("course", help="for authors: run, promote, rules, claims")
+    actions = parser.add_subparsers(metavar="action", required=True)
+    runner = actions.add_parser("run", help="execute notebooks in place, each in a fresh kernel, and tidy them up")
+    runner.set_defaults(run=run)
+    promote = actions.add_parser("promote", help="compare the notebooks' code with the package")
+    promote.add_argument("--check", action="store_true", help="this is the default and the only thing it does")
+    promote.set_defaults(run=check_promotion)
+    rules = actions.add_parser("rules", help="say what in a notebook breaks the course's rules")
+    rules.set_defaults(run=check_rules)
+    for action in (runner, rules):
+        action.add_argument("numbers", nargs="*", metavar="NN", help="which notebooks (default: all)")
+    for action in (runner, promote, rules):
+        action.add_argument("--notebooks", type=Path, help="their folder (default: the course's notebooks/)")
+    claims = actions.add_parser("claims", help="print the claims ledger")
+    claims.add_argument("ids", nargs="*", metavar="ID", help="which claims (default: all)")
+    claims.set_defaults(run=show_claims)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for path in chosen(arguments):
+        print(f"{path.name:36}", end="", flush=True)
+        print(f"{run_notebook(path):6.1f} s", flush=True)
+    return 0
+
+
+def check_promotion(arguments: argparse.Namespace) -> int:
+    """Print who owns what and every difference. Exit status 1 if there is one."""
+    report = compare(arguments.notebooks or project_folder() / "notebooks")
+    print(report)
+    return 1 if report.problems else 0
+
+
+def check_rules(arguments: argparse.Namespace) -> int:
+    """Print what breaks a rule. Exit status 1 if anything does."""
+    status = 0
+    for path in chosen(arguments):
+        broken = rules_broken(path)
+        status = 1 if broken else status
+        print(f"{path.name:36}{'keeps every rule' if not broken else ''}")
+        print("".join(f"  {problem}\n" for problem in broken), end="")
+    share = strictly_compared_share(arguments.notebooks or project_folder() / "notebooks")
+    print(f"{share:.0%} of the code cells have their output compared in full")
+    return status
+
+
+def show_claims(arguments: argparse.Namespace) -> int:
+    print(ledger_table(*arguments.ids) or "the ledger is empty")
+    return 0
+
+
+def chosen(arguments: argparse.Namespace) -> list[Path]:
+    """The notebooks that were asked for by number, or all. Raises ValueError for a number that none has."""
+    files = notebook_files(arguments.notebooks or project_folder() / "notebooks")
+    numbers = [number.zfill(2) for number in arguments.numbers]
+    unknown = [number for number in numbers if number not in {path.stem[:2] for path in files}]
+    if unknown or not files:
+        raise ValueError(
+            f"there is no notebook {', '.join(unknown)}; there are "
+            f"{', '.join(path.stem[:2] for path in files) or 'none at all'}."
+        )
+    return [path for path in files if not numbers or path.stem[:2] in numbers]

@@ -1,1 +1,0 @@
-"""The commands of `labcore` that belong to no part of their own. The front is `labcore/cli.py`."""

@@ -1,0 +1,1 @@
+"""For authors of notebooks: promotion, rules, running notebooks, the student edition."""

@@ -1,0 +1,199 @@
+"""Notebook files: read, written in one canonical form, and executed in place in a fresh kernel.
+
+Everything that differs from run to run without meaning anything is taken out: timings in the metadata, widget state,
+the way in which printed text was cut into messages. What is left reads the same after each execution, so that a diff
+shows what changed and nbval compares what was said.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labcore.course.project import write_atomically
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+LANGUAGE_INFO = {"name": "python"}
+KEPT_CELL_METADATA = ("tags", "nbgrader")
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+RUN_LIMIT_SECONDS = 600  # for one cell: far above the three minutes that a whole notebook may take
+
+
+class MalformedNotebook(ValueError):
+    """A notebook can't be used as it is; the message says which, where, and how to mend it, in one line."""
+
+
+class CellFailed(RuntimeError):
+    """A cell raised while its notebook was executed."""
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read a notebook of format 4. Raises MalformedNotebook for anything else."""
+    import nbformat
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MalformedNotebook(f"{path.name}: can't be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise MalformedNotebook(f"{path.name}: is not UTF-8 text — save it again from Jupyter.") from error
+    try:
+        notebook = nbformat.reads(text, as_version=4)
+        nbformat.validate(notebook)
+        _give_ids(notebook)
+    except Exception as error:  # nbformat lets out errors of four libraries
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise MalformedNotebook(f"{path.name}: is not a notebook ({reason}) — restore it from git.") from error
+    return notebook
+
+
+def notebook_text(notebook: NotebookNode) -> str:
+    """The file content: what Jupyter itself writes, with a newline at the end."""
+    import nbformat
+
+    return nbformat.writes(notebook).rstrip("\n") + "\n"
+
+
+def clean(notebook: NotebookNode) -> NotebookNode:
+    """Bring a notebook into its canonical form, in place, and return it."""
+    from nbformat import from_dict
+
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    notebook.metadata = from_dict({"kernelspec": KERNELSPEC, "language_info": LANGUAGE_INFO})
+    seen: set[str] = set()
+    for cell in notebook.cells:
+        cell.source = cell.source.rstrip("\n")
+        cell.metadata = from_dict({key: cell.metadata[key] for key in KEPT_CELL_METADATA if cell.metadata.get(key)})
+        cell.id = _cell_id(cell.source, seen)
+        if cell.cell_type == "code":
+            cell.outputs = merge_streams(cell.outputs)
+            for output in cell.outputs:
+                output.get("data", {}).pop(WIDGET_VIEW, None)
+    return notebook
+
+
+def merge_streams(outputs: list[Any]) -> list[Any]:
+    """Neighbouring pieces of printed text become one: where they were cut depends on the speed of the machine."""
+    merged: list[Any] = []
+    for output in outputs:
+        last = merged[-1] if merged else None
+        if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            merged.append(output)
+    return merged
+
+
+def run_notebook(path: Path) -> float:
+    """Execute a notebook in place, top to bottom in a fresh kernel in its own folder; return the seconds it took.
+
+    The file is written only if every cell ran, in canonical form. Raises CellFailed with the cell's number and error, or
+    if the file was saved meanwhile. Needs nbclient (`pip install labcore[test]`).
+    """
+    notebook, before = read_notebook(path), path.read_bytes()
+    started = time.perf_counter()
+    try:
+        execute(notebook, path.parent)
+    except Exception as error:  # a cell raised, the kernel died, a cell took too long
+        raise CellFailed(f"{path.name}{_failed_cell(notebook)}: {_reason(error)}") from error
+    elapsed = time.perf_counter() - started
+    if path.read_bytes() != before:
+        raise CellFailed(f"{path.name} was edited while it ran; the edit was kept, the outputs were not — run it again.")
+    write_atomically(path, notebook_text(clean(notebook)))
+    return elapsed
+
+
+def execute(notebook: NotebookNode, folder: Path, *, allow_errors: bool = False, progress: str = "off") -> None:
+    """Run the cells of `notebook` in place, in a fresh kernel in `folder`; `progress` is its LABCORE_PROGRESS."""
+    from nbclient import NotebookClient
+
+    client = NotebookClient(
+        notebook,
+        timeout=RUN_LIMIT_SECONDS,
+        kernel_name=KERNELSPEC["name"],
+        allow_errors=allow_errors,
+        record_timing=False,
+        store_widget_state=False,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    with _environment(LABCORE_PROGRESS=progress):
+        client.execute()
+
+
+def _failed_cell(notebook: NotebookNode) -> str:
+    for number, cell in code_cells(notebook):
+        if any(output.output_type == "error" for output in cell.outputs):
+            return f", cell {number}"
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    if hasattr(error, "ename"):
+        return f"{error.ename}: {error.evalue}"
+    return f"{type(error).__name__}: {error}"
+
+
+def parse_cell(source: str) -> ast.Module | None:
+    """The syntax tree of a code cell with its line numbers; None for a cell of another language, or a broken one."""
+    if source.lstrip().startswith("%%"):
+        return None
+    lines = [re.sub(r"^(\s*)[%!].*", r"\1pass", line) for line in source.split("\n")]
+    try:
+        return ast.parse("\n".join(lines))
+    except SyntaxError:
+        return None
+
+
+def code_cells(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
+    """The code cells with their place among all cells, counted from 1 as a person would."""
+    return ((n, cell) for n, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code")
+
+
+def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
+    """Every call of the plain function `name` in a syntax tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            yield node
+
+
+def _give_ids(notebook: NotebookNode) -> None:
+    """Notebooks older than format 4.5 have no cell ids; the student edition needs them."""
+    if notebook.nbformat_minor < 5:
+        notebook.nbformat_minor, seen = 5, set()
+        for cell in notebook.cells:
+            cell.id = _cell_id(cell.source, seen)
+
+
+def _cell_id(source: str, seen: set[str]) -> str:
+    """An id that depends on the text alone, so that writing a notebook anew doesn't change every cell of its file."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+    cell_id, copies = digest, 1
+    while cell_id in seen:
+        copies += 1
+        cell_id = f"{digest}-{copies}"
+    seen.add(cell_id)
+    return cell_id
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""The exercises of each notebook: one module `nbNN` with a tuple `EXERCISES`. See `labcore.course.learner.exercise`."""

@@ -1,0 +1,20 @@
+"""The defect of notebook 04's bug hunt."""
+
+from __future__ import annotations
+
+from labcore.scheduler.plan import SchedulerOutput
+from labcore.scheduler.scheduler import Scheduler
+
+
+class CopyingScheduler(Scheduler):
+    """A scheduler with a defect that real engines have had. Built in notebook 04, as a bug hunt."""
+
+    def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
+        for request in list(self.running):
+            n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
+            while request.table.blocks_needed(n) > self.pool.num_free:
+                self._preempt(self.running[-1], plan)
+            if n > 0:
+                self._reserve(request, n, plan)
+                budget -= n
+        return budget

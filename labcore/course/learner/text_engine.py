@@ -1,0 +1,150 @@
+"""A desk to try things at: the real scheduler over a memory that remembers, with no model and no tensor.
+
+Texts are strings, a letter a token. Each slot keeps the whole text that its KV was computed from, so that a request
+which reads what was computed for another text, or was never computed, is noticed at once and by name:
+
+    desk = Desk(HashedPrefixCache, num_blocks=12)
+    desk.ask("ana", "the sea is calm")
+    desk.run()                          {"ana": "q"}
+    desk.foreign                        [] or ["cy's letter 3 reads 'the sea ', should read 'the '"]
+
+What comes next is a function of what was read, so that foreign KV also says something else, as in a model.
+"""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from zlib import crc32
+
+from labcore.engine.invariants import check_integrity
+from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.prefix import HashedPrefixCache, PrefixCache
+from labcore.recorder import Recorder
+from labcore.request import Request
+from labcore.sampling_params import SamplingParams
+from labcore.scheduler.chunking import ChunkedPrefill, ChunkPolicy
+from labcore.scheduler.plan import SchedulerOutput
+from labcore.scheduler.policy import FirstComeFirstServed
+from labcore.scheduler.preemption import Recompute
+from labcore.scheduler.scheduler import Scheduler
+
+MAX_STEPS = 2000
+
+
+class Desk:
+    """Serves texts step by step.
+
+    prefix_cache   class or instance
+    num_blocks, block_size, budget   of pool and scheduler
+    chunking       how much of a prompt goes into a step; as much as there is room for, if None
+    foreign        what was read that is not the reader's own text, in words; empty if all is well
+    computed       letters computed so far
+    film           the flight record
+    """
+
+    def __init__(
+        self,
+        prefix_cache: PrefixCache | type[PrefixCache] = HashedPrefixCache,
+        *,
+        num_blocks: int = 12,
+        block_size: int = 4,
+        budget: int = 64,
+        chunking: ChunkPolicy | None = None,
+    ) -> None:
+        cache = prefix_cache(block_size) if isinstance(prefix_cache, type) else prefix_cache
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            chunking=ChunkedPrefill() if chunking is None else chunking,
+            prefix_cache=cache,
+            preemption=Recompute(),
+            policy=FirstComeFirstServed(),
+            watermark=0,
+        )
+        self.film = Recorder(num_blocks, block_size, hash_of=cache.hash_of, decode=spelled)
+        self.memory: dict[int, str] = {}
+        self.requests: dict[str, Request] = {}
+        self.asked: list[Request] = []
+        self.foreign: list[str] = []
+        self.computed = 0
+
+    def ask(self, name: str, text: str, output: int = 1) -> Request:
+        """Queue a text; `output` letters are to follow it."""
+        params = SamplingParams(max_tokens=output)
+        request = Request(name, [ord(letter) for letter in text], params, len(self.asked), output, seed=0)
+        self.requests[name] = request
+        self.asked.append(request)
+        self.scheduler.add(request)
+        self.film.added(request)
+        return request
+
+    def step(self) -> SchedulerOutput:
+        """One step: plan, copy, compute, read, say the next letter. Audits the books at its end."""
+        self.film.begin_step()
+        plan = self.scheduler.schedule()
+        batch = [(self.requests[name], n) for name, n in plan.num_scheduled_tokens.items()]
+        self.film.scheduled(plan, [request for request, _ in batch])
+        self._copy(plan)
+        for request, n in batch:
+            self._write(request, n)
+        seen = {request.request_id: self._read(request) for request, _ in batch}
+        for request, n in batch:
+            self.scheduler.computed(request, n)
+            if request.num_uncomputed_tokens == 0:
+                self._say(request, seen[request.request_id])
+        self.film.end_step(self.pool)
+        check_integrity(self.scheduler, self.requests.values())
+        return plan
+
+    def run(self) -> dict[str, str]:
+        """Step until nobody is left, and return what followed each text. Raises RuntimeError if that has no end."""
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.has_unfinished_requests():
+                return {request.request_id: spelled(request.output_token_ids) for request in self.asked}
+            self.step()
+        raise RuntimeError(f"{len(self.requests)} requests are unfinished after {MAX_STEPS} steps.")
+
+    def _copy(self, plan: SchedulerOutput) -> None:
+        size = self.pool.block_size
+        for source, copy in plan.block_copies:
+            for i in range(size):
+                self.memory[copy * size + i] = self.memory.get(source * size + i, "")
+
+    def _write(self, request: Request, n: int) -> None:
+        """The KV of n more letters, each computed from all of the text up to itself."""
+        text, done = self._text(request), request.num_computed_tokens
+        slots = request.table.slot_mapping(done, done + n)
+        self.memory.update((slot, text[: done + i + 1]) for i, slot in enumerate(slots))
+        self.computed += n
+
+    def _read(self, request: Request) -> list[str]:
+        """What the request finds in its slots: for each letter, the text that it was computed from."""
+        text, seen = self._text(request), [self.memory.get(slot, "") for slot in request.table.slot_mapping()]
+        wrong = next((i for i, found in enumerate(seen) if found != text[: i + 1]), None)
+        if wrong is not None:
+            found = f"'{seen[wrong]}'" if seen[wrong] else "nothing"
+            self.foreign.append(
+                f"{request.request_id}'s letter {wrong} reads {found}, should read '{text[: wrong + 1]}'"
+            )
+        return seen
+
+    def _say(self, request: Request, seen: list[str]) -> None:
+        letter = ascii_lowercase[crc32("|".join(seen).encode()) % 26]
+        request.output_token_ids.append(ord(letter))
+        self.film.sampled(request, ord(letter))
+        if len(request.output_token_ids) == request.max_tokens:
+            request.finish_reason = "length"
+            self.film.finished(request)
+            self.scheduler.finish(request)
+            del self.requests[request.request_id]
+
+    @staticmethod
+    def _text(request: Request) -> str:
+        return spelled(request.token_ids(0, request.num_tokens))
+
+
+def spelled(token_ids: list[int]) -> str:
+    """Token ids of a desk as the letters that they are."""
+    return "".join(map(chr, token_ids))

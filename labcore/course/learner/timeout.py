@@ -1,0 +1,90 @@
+"""Run the learner's code under a time limit, in any kernel, on any platform.
+
+The code runs in a daemon thread; we wait on this side. When time is up, Python raises `Stopped` inside that thread
+between two of its bytecodes, which ends a `while True: pass`. A thread that sits in a long C call (a sleep, a big
+product) can't be interrupted; it is left behind, and `Stopped` is waiting for it when the call comes back.
+What no thread can do is to end a C call that never lets go of the interpreter (`sum(itertools.count())`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from labcore.course.learner.locate_error import place_of_frame
+
+
+class Stopped(SystemExit):
+    """Time is up. Not an `Exception`, so that a learner's `except Exception` doesn't swallow it; and a `SystemExit`,
+    which a thread ends with in silence."""
+
+
+@dataclass
+class Outcome:
+    """What came of a call: its value, or the error it ended with, or where it was when time was up."""
+
+    value: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+    place: str = ""  # the line it was at when time was up
+
+
+def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
+    """Call `call()` for at most `seconds`; never raises what it raises. A KeyboardInterrupt of ours stops it, too."""
+    outcome, done = Outcome(), threading.Event()
+
+    def work() -> None:
+        try:
+            outcome.value = call()
+        except BaseException as error:  # SystemExit of a learner's exit() as well
+            outcome.error = error
+        finally:
+            done.set()
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(work,), name="labcore check", daemon=True)
+    deadline = time.monotonic() + seconds
+    try:
+        thread.start()
+        while not (finished := done.is_set()) and time.monotonic() < deadline:
+            done.wait(min(0.1, seconds))  # in short turns: on Windows a long one can't be interrupted
+    except BaseException:
+        _stop(thread)
+        raise
+    if finished:
+        return outcome
+    place = place_of_frame(sys._current_frames().get(thread.ident))
+    _stop(thread)
+    return Outcome(timed_out=True, place=place)
+
+
+def _stop(thread: threading.Thread, patience: float = 1.0) -> None:
+    """Raise `Stopped` in the thread, again and again for a while: code with a bare `except:` swallows some of them."""
+    deadline = time.monotonic() + patience
+    while thread.is_alive() and time.monotonic() < deadline:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
+        thread.join(0.002)
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Leave the random number generators as they were, so that a check doesn't change what the next cell draws."""
+    python, numpy, torch = random.getstate(), sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy_state = numpy.random.get_state() if numpy else None
+    torch_state = torch.get_rng_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+        if torch_state is not None:
+            torch.set_rng_state(torch_state)

@@ -1,0 +1,156 @@
+"""`check`, `finished`, `hint` and `progress`: the words a notebook speaks to its learner with.
+
+They share one `Session`, the learner's current kernel: what was checked last, which hints were given. A verdict is two
+lines of text that read the same in every run, so that nbval can compare them:
+
+    02.copy_on_write   not yet — after fork(), child 1 wrote and child 2's token 5 changed.
+                       expected block 3 to be copied before the write; it has refcount 2.   hint(1) for a nudge
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from labcore.course.learner.exercise import (
+    Exercise,
+    Mismatch,
+    find_exercise,
+    notebook_exercises,
+    notebooks_with_exercises,
+    resolve,
+    stub_of,
+)
+from labcore.course.learner.locate_error import place_of_error
+from labcore.course.learner.progress import Progress, load_progress, progress_path, progress_table
+from labcore.course.learner.text import sentence, shorten, wrapped
+from labcore.course.learner.timeout import run_limited, same_random_state
+
+LIMIT_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check says of an object: `done`, or what came, what was expected, and which hint fits."""
+
+    exercise_id: str
+    done: bool
+    what: str
+    expected: str = ""
+    hint: int = 0  # 0: no hint fits
+
+    def __str__(self) -> str:
+        came = f"{'done' if self.done else 'not yet'} — {sentence(self.what)}"
+        nudge = f"hint({self.hint}) for a nudge" if self.hint else ""
+        if not self.expected:
+            return wrapped(self.exercise_id, came, nudge)
+        blank = " " * len(self.exercise_id)
+        return wrapped(self.exercise_id, came) + "\n" + wrapped(blank, f"expected {sentence(self.expected)}", nudge)
+
+
+def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict:
+    """Run one check on one object. Never raises what the object raises, and comes back within the limit."""
+    if obj is ...:
+        return Verdict(exercise.id, False, "nothing is written here yet", hint=1)
+    with same_random_state():
+        outcome = run_limited(lambda: exercise.check(obj), limit)
+    error = outcome.error
+    if outcome.timed_out:
+        place = f", {outcome.place}" if outcome.place else ""
+        return Verdict(exercise.id, False, f"it was still running after {limit:g} s{place}", "it to come to an end", 1)
+    if error is None:
+        return Verdict(exercise.id, True, exercise.passed)
+    if missing := stub_of(error):
+        what = "nothing is written here yet" if missing in ("?", exercise.id) else f"{missing} comes first"
+        return Verdict(exercise.id, False, what, hint=1)
+    if isinstance(error, Mismatch):
+        return Verdict(exercise.id, False, error.what, error.expected, min(error.hint, len(exercise.hints)))
+    place, said = place_of_error(error), shorten(str(error))
+    message = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    what = f"it raised {message} {place}" if place else f"what it gave can't be used: {message}"
+    return Verdict(exercise.id, False, what.rstrip(), hint=1)
+
+
+@dataclass
+class Session:
+    """One learner in one kernel. `tell` is where the words go (print, unless a test listens)."""
+
+    tell: Callable[[str], None] = print
+    limit: float = LIMIT_SECONDS
+    last: tuple[str, Any, Verdict | None] = ("", None, None)  # what was checked last: id, object, verdict
+    hints_given: dict[str, int] = field(default_factory=dict)
+    unsaved: dict[str, str] = field(default_factory=dict)  # progress that no file holds
+
+    def check(self, exercise_id: str, obj: Any) -> None:
+        """Say in one or two lines whether `obj` does what exercise `exercise_id` asks. Never raises.
+
+        With LABCORE_CHECK=raise (for autograders) a verdict of "not yet" is raised as an AssertionError instead.
+        """
+        exercise = self._find(exercise_id)
+        if exercise is None:
+            return
+        verdict = judge(exercise, obj, self.limit)
+        self.last = (exercise_id, obj, verdict)
+        progress = self._progress()
+        progress.record(exercise_id, verdict.done)
+        if not verdict.done and os.environ.get("LABCORE_CHECK") == "raise":
+            raise AssertionError(str(verdict))
+        self.tell("\n".join(text for text in (str(verdict), progress.note) if text))
+
+    def finished(self, exercise_id: str, obj: Any) -> Any:
+        """`obj` if its check passes, and otherwise the course's own, so that the cells below work either way."""
+        exercise = self._find(exercise_id)
+        if exercise is None:
+            return obj
+        last_id, last_obj, verdict = self.last
+        if verdict is None or last_id != exercise_id or last_obj is not obj:
+            verdict = judge(exercise, obj, self.limit)
+        if verdict.done:
+            return obj
+        self.tell(f"{exercise_id}   not done yet: the notebook goes on with labcore.{exercise.reference}.")
+        return resolve(exercise.reference)
+
+    def hint(self, which: str | int | None = None, level: int | None = None) -> None:
+        """The next hint for an exercise: `hint("02.allocate")`; or for the one checked last: `hint()`, `hint(2)`."""
+        if isinstance(which, int):
+            which, level = None, which
+        exercise_id = which or self.last[0]
+        if not exercise_id:
+            self.tell('which exercise? Name it, or check something first: hint("02.allocate").')
+            return
+        exercise = self._find(exercise_id)
+        if exercise is None:
+            return
+        level = level or self.hints_given.get(exercise.id, 0) + 1
+        level = max(1, min(level, len(exercise.hints)))
+        self.hints_given[exercise.id] = level
+        self.tell(wrapped(exercise.id, f"hint {level} of {len(exercise.hints)} — {exercise.hints[level - 1]}"))
+
+    def progress(self, notebook: str | int | None = None) -> None:
+        """Which exercises are done, in one notebook ("02") or in all, how many minutes are left, what comes next."""
+        number = None if notebook is None else str(notebook).zfill(2)
+        try:
+            self.tell(progress_table(self._progress(), number))
+        except Exception as error:  # a spec module that doesn't load
+            self.tell(f"progress can't be shown ({type(error).__name__}: {error}).")
+
+    def _progress(self) -> Progress:
+        return load_progress(progress_path(), self.unsaved)
+
+    def _find(self, exercise_id: str) -> Exercise | None:
+        try:
+            exercise = find_exercise(exercise_id)
+            known = [e.id for e in notebook_exercises(str(exercise_id)[:2])]
+        except Exception as error:  # a spec module that doesn't load
+            self.tell(f"{exercise_id}   can't be checked: its exercises don't load ({type(error).__name__}: {error}).")
+            return None
+        if exercise is None:
+            known = known or [f"{number}.…" for number in notebooks_with_exercises()]
+            self.tell(f"there is no exercise {exercise_id!r} — there are: {', '.join(known) or 'none at all'}.")
+        return exercise
+
+
+_session = Session()
+check, finished, hint, progress = _session.check, _session.finished, _session.hint, _session.progress

@@ -1,1 +1,0 @@
-"""The exercises of each notebook: one module `nbNN` with a tuple `EXERCISES`. See `labcore.course.exercises`."""

@@ -1,0 +1,1 @@
+"""`labcore doctor`: what this machine has, what is missing, what to do."""

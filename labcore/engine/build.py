@@ -1,0 +1,171 @@
+"""Puts the parts of an engine together: labcore's own, or yours in place of any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from labcore.attention.backend import AttentionBackend
+from labcore.attention.torch_backend import TorchAttention
+from labcore.config import EngineConfig
+from labcore.engine.engine import Engine
+from labcore.engine.model_runner import ModelRunner
+from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache, PrefixCache
+from labcore.kvcache.sizing import available_memory, bytes_per_block, check_memory, memory_budget, pool_size
+from labcore.kvcache.tensors import KVCache
+from labcore.models import LoadedModel
+from labcore.recorder import Recorder
+from labcore.scheduler.budget import AdaptiveBudget
+from labcore.scheduler.chunking import ChunkedPrefill, ChunkPolicy, WholePrompts
+from labcore.scheduler.policy import FirstComeFirstServed, Policy, PriorityWithAging
+from labcore.scheduler.preemption import Preemption, Recompute
+from labcore.scheduler.scheduler import Scheduler
+
+Part = TypeVar("Part")
+
+
+def make_engine(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    backend: AttentionBackend,
+    block_pool: BlockPool | type[BlockPool] | None = None,
+    scheduler: type[Scheduler] | None = None,
+    prefix_cache: PrefixCache | type[PrefixCache] | None = None,
+    preemption: Preemption | type[Preemption] | None = None,
+    chunking: ChunkPolicy | type[ChunkPolicy] | None = None,
+) -> Engine:
+    """Put the parts of an engine together. A part is a class, which is called here, or an instance, taken as it is.
+
+    A BlockPool class is called with (num_blocks, block_size), a PrefixCache class with (block_size), a Scheduler class with
+    the pool and the keywords of labcore's, the others with nothing.
+    """
+    refuse_unbuilt(config)
+    for name, part, base in (
+        ("block_pool", block_pool, BlockPool),
+        ("scheduler", scheduler, Scheduler),
+        ("prefix_cache", prefix_cache, PrefixCache),
+        ("preemption", preemption, Preemption),
+        ("chunking", chunking, ChunkPolicy),
+    ):
+        check_part(name, part, base)
+    config, pool = resolve_pool(config, loaded, block_pool)
+    cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
+    prefixes = built(chosen(prefix_cache, default_prefix_cache(config)), pool.block_size)
+    planner = chosen(scheduler, Scheduler)(
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.largest_step,
+        chunking=built(chosen(chunking, default_chunking(config))),
+        prefix_cache=prefixes,
+        preemption=built(chosen(preemption, Recompute)),
+        policy=make_policy(config),
+    )
+    recorder = make_recorder(config, loaded, pool, prefixes) if config.record else None
+    runner = ModelRunner(loaded, cache, backend)
+    if config.cuda_graphs:
+        check_graphs(backend, runner.device)
+        runner.use_graphs(config.max_num_seqs, config.max_model_len)
+    return Engine(config, loaded, planner, runner, recorder, default_budget(config))
+
+
+def resolve_pool(
+    config: EngineConfig, loaded: LoadedModel, block_pool: BlockPool | type[BlockPool] | None
+) -> tuple[EngineConfig, BlockPool]:
+    """The block pool, and the config with `num_blocks`, `block_size` and `max_model_len` as they turned out."""
+    longest = config.max_model_len or loaded.max_positions
+    if longest > loaded.max_positions:
+        raise ValueError(
+            f"max_model_len is {longest:,}; it must be from 2 to {loaded.max_positions:,}, the positions of this model."
+        )
+    if block_pool is not None and not isinstance(block_pool, type):
+        pool = block_pool
+        if config.num_blocks not in (None, pool.num_blocks):
+            raise ValueError(f"num_blocks is {config.num_blocks}; the block_pool given has {pool.num_blocks}.")
+        if pool.num_free != pool.num_blocks:
+            raise ValueError(f"block_pool has {pool.num_free} of {pool.num_blocks} blocks free; a new engine needs all.")
+    else:
+        per_block = bytes_per_block(loaded.layers, config.block_size, loaded.model.dtype.itemsize)
+        num_blocks = config.num_blocks or pool_size(config, per_block, memory_budget(config, loaded.model), longest)
+        check_memory(num_blocks, per_block, available_memory(loaded.model.device))
+        pool = chosen(block_pool, BlockPool)(num_blocks, config.block_size)
+    if config.max_model_len is None:
+        longest = min(longest, pool.num_blocks * pool.block_size + 1)  # the last token needs no KV
+    return replace(config, num_blocks=pool.num_blocks, block_size=pool.block_size, max_model_len=longest), pool
+
+
+def check_part(name: str, part: object, base: type) -> None:
+    """Raises ValueError for a part that lacks a public method of labcore's own. It need not be derived from it."""
+    missing = [
+        method
+        for method, value in vars(base).items()
+        if part is not None and not method.startswith("_") and callable(value) and not callable(getattr(part, method, None))
+    ]
+    if missing:
+        raise ValueError(f"{name} is {part!r}; it must be a {base.__name__} or have its methods: {', '.join(missing)} missing.")
+
+
+def refuse_unbuilt(config: EngineConfig) -> None:
+    """Settings of the contract whose part is still to come are refused, never ignored."""
+    if config.preemption_mode == "swap" or config.num_host_blocks:
+        raise ValueError("preemption_mode 'swap' and num_host_blocks come with notebook 07; use 'recompute' and 0 for now.")
+    if config.kv_cache_dtype != "auto":
+        raise ValueError(f"kv_cache_dtype {config.kv_cache_dtype!r} comes with notebook 08; use 'auto' for now.")
+
+
+def check_graphs(backend: AttentionBackend, device: torch.device) -> None:
+    """CUDA graphs record a GPU's work, and the torch backend makes the host wait for the GPU, which no graph can hold."""
+    if device.type != "cuda" or isinstance(backend, TorchAttention):
+        raise ValueError(
+            f"cuda_graphs is True with {type(backend).__name__} on {device.type}; it needs the Triton backend on cuda."
+        )
+
+
+def make_policy(config: EngineConfig) -> Policy:
+    """The scheduling policy of that name."""
+    if config.scheduling_policy == "priority":
+        return PriorityWithAging(config.priority_aging_steps)
+    return FirstComeFirstServed()
+
+
+def default_prefix_cache(config: EngineConfig) -> type[PrefixCache]:
+    return HashedPrefixCache if config.enable_prefix_caching else NoPrefixCache
+
+
+def default_chunking(config: EngineConfig) -> ChunkPolicy:
+    if config.enable_chunked_prefill:
+        return ChunkedPrefill(config.max_num_partial_prefills, config.long_prefill_token_threshold)
+    return WholePrompts(config.max_num_seqs)
+
+
+def default_budget(config: EngineConfig) -> AdaptiveBudget | None:
+    """What finds the token budget under max_num_batched_tokens="auto"; None where it is a number."""
+    if config.max_num_batched_tokens != "auto":
+        return None
+    return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.largest_step)
+
+
+def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache) -> Recorder:
+    """A flight recorder that knows the pool's shape, what the prefix cache holds, and can turn tokens into text."""
+    return Recorder(
+        pool.num_blocks,
+        pool.block_size,
+        num_host_blocks=config.num_host_blocks,
+        max_model_len=config.max_model_len,
+        policy=config.scheduling_policy,
+        hash_of=prefixes.hash_of,
+        decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
+    )
+
+
+def chosen(part: Part | None, default: Part) -> Part:
+    """The part that was given, if one was. An empty cache of one's own is as good as any: not `part or default`."""
+    return default if part is None else part
+
+
+def built(part: Part | type[Part], *arguments: object) -> Part:
+    """A part as an instance: a class is called, an instance taken as it is."""
+    return part(*arguments) if isinstance(part, type) else part

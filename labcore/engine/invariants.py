@@ -1,0 +1,81 @@
+"""The engine's own audit: recompute from scratch what its parts believe, and compare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from labcore.kvcache.blocks import BlockPool, BlockTable
+from labcore.request import Request, RequestStatus
+from labcore.sampling_params import BeamSearchParams
+from labcore.scheduler.scheduler import Scheduler
+
+
+class IntegrityError(AssertionError):
+    """Two parts of the engine disagree about who owns what. A defect in labcore, or in a part plugged into it."""
+
+
+def check_integrity(scheduler: Scheduler, requests: Iterable[Request], tables: Iterable[BlockTable] = ()) -> None:
+    """Recompute refcounts, the free list and every request's state, and compare. Raises IntegrityError on a mismatch.
+
+    requests: every unfinished request that the engine knows
+    tables: those of no request, whose blocks the pool failed to take back
+    """
+    requests = list(requests)
+    check_states(scheduler, requests)
+    check_tables(requests)
+    check_pool(scheduler.pool, [*(request.table for request in requests), *tables])
+
+
+def check_states(scheduler: Scheduler, requests: list[Request]) -> None:
+    """Each unfinished request is in exactly one queue, the one its status names, and each that runs can go on."""
+    waiting = [*scheduler.waiting, *scheduler.followers.values()]
+    places = Counter(id(request) for request in [*scheduler.running, *waiting])
+    for request in requests:
+        running = request.status is RequestStatus.RUNNING
+        queue = scheduler.running if running else waiting
+        expect(places.pop(id(request), 0) == 1, f"request {request.request_id!r} is not in exactly one queue")
+        expect(any(r is request for r in queue), f"request {request.request_id!r} is {request.status.value}, not queued so")
+        waits_for_siblings = isinstance(request.params, BeamSearchParams)
+        moves = not running or waits_for_siblings or request.num_uncomputed_tokens > 0
+        expect(moves, f"request {request.request_id!r} runs and has nothing to compute")
+    expect(not places, f"{len(places)} requests are queued that the engine doesn't know")
+    expect(
+        len(scheduler.running) <= scheduler.max_num_seqs,
+        f"{len(scheduler.running)} requests run, {scheduler.max_num_seqs} may",
+    )
+    order = [scheduler.policy.entitlement(r) for r in scheduler.running]
+    expect(order == sorted(order), "running requests are out of order")
+
+
+def check_tables(requests: list[Request]) -> None:
+    """A running request's table holds exactly its computed tokens; any other request holds no block."""
+    for request in requests:
+        table = request.table
+        held = request.num_computed_tokens if request.status is RequestStatus.RUNNING else 0
+        name = f"request {request.request_id!r} ({request.status.value})"
+        expect(table.num_tokens == held, f"{name}: table holds {table.num_tokens} tokens, {held} are computed")
+        wanted = -(-held // table.pool.block_size)
+        expect(len(table.blocks) == wanted, f"{name}: {len(table.blocks)} blocks for {held} tokens, expected {wanted}")
+        expect(request.num_computed_tokens <= request.num_tokens, f"{name}: more tokens computed than there are")
+
+
+def check_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
+    """A block's refcount is the number of tables that list it, and a block is free exactly if that is none."""
+    owners = Counter(block for table in tables for block in table.blocks)
+    for block in range(pool.num_blocks):
+        counted, believed = owners.pop(block, 0), pool.refcount(block)
+        expect(counted == believed, f"block {block}: {counted} tables list it, its refcount is {believed}")
+    expect(not owners, f"tables list blocks that the pool doesn't have: {sorted(owners)}")
+    free = list(pool.free_blocks())
+    expect(len(free) == len(set(free)) == pool.num_free, f"num_free is {pool.num_free}, the free list has {len(free)}")
+    expect(all(pool.refcount(block) == 0 for block in free), "the free list names a block that has an owner")
+    expect(
+        len(free) == sum(pool.refcount(block) == 0 for block in range(pool.num_blocks)),
+        "a block without an owner is missing from the free list",
+    )
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise IntegrityError(otherwise)

@@ -1,0 +1,85 @@
+"""Recovery: after a failure in mid-step every request is back in exactly one queue, and every block has its owners.
+
+The scheduler, the block pool and the parts that they call can be plugged in, and can fail between any two lines. So this
+compares queues and tables as they are, and asks nothing of the code that failed:
+
+    a request in no queue, or in one that its status doesn't name      → waiting, without KV
+    a table whose blocks the pool failed to take back                  → kept, counted, freed by a later step
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from labcore.kvcache.blocks import BlockTable
+from labcore.request import Request, RequestStatus
+from labcore.scheduler.scheduler import Scheduler
+
+
+class Recovery:
+    """Mends a scheduler's queues and tables. unfreed: tables of no request, whose blocks the pool hasn't taken back."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.unfreed: list[BlockTable] = []
+
+    def roll_back(self, interrupted: Sequence[Request], known: Iterable[Request]) -> None:
+        """Send the interrupted requests back to the waiting queue, without KV, and with them any that is misplaced.
+
+        known: every unfinished request. Raises nothing: what the scheduler's own `roll_back` fails at is done here.
+        """
+        with suppress(Exception):
+            self.scheduler.roll_back(interrupted)
+        still_running = {id(request) for request in interrupted if request.status is RequestStatus.RUNNING}
+        misplaced = self._misplaced(known)
+        for request in known:
+            if id(request) in misplaced | still_running:
+                request.num_preemptions += request.status is RequestStatus.RUNNING
+                self.take_out(request)
+                self.scheduler.waiting.push(request)
+
+    def retire(self, request: Request) -> None:
+        """Take a request that has ended out of the scheduler. It is out even if this raises what the scheduler raised."""
+        try:
+            if request.table is not None:  # one that no queue has taken in has none
+                self.scheduler.finish(request)
+        except BaseException:
+            self.take_out(request)
+            request.status = RequestStatus.FINISHED
+            raise
+
+    def take_out(self, request: Request) -> None:
+        """Take a request out of whatever queue it is in, and its blocks from it. It is WAITING, and in no queue."""
+        scheduler = self.scheduler
+        scheduler.running[:] = [running for running in scheduler.running if running is not request]
+        scheduler.waiting.discard(request)
+        scheduler.followers.pop(request.request_id, None)
+        if request.table is not None:
+            self.unfreed.append(request.table)
+            self.free_tables()
+        request.table = BlockTable(scheduler.pool)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.WAITING
+
+    def free_tables(self) -> None:
+        """Offer the pool the blocks that it failed to take back. What it fails at again is kept for the next time."""
+        tables, self.unfreed = self.unfreed, []
+        for table in tables:
+            try:
+                table.free()
+            except Exception:
+                self.unfreed.append(table)
+
+    def _misplaced(self, known: Iterable[Request]) -> set[int]:
+        """Identities of the requests that are not in exactly the queue that their status names, or wait with blocks."""
+        scheduler, misplaced = self.scheduler, set()
+        running = Counter(map(id, scheduler.running))
+        waiting = Counter(map(id, [*scheduler.waiting, *scheduler.followers.values()]))
+        for request in known:
+            places = running[id(request)], waiting[id(request)]
+            holds_blocks = request.status is RequestStatus.WAITING and bool(request.table.blocks)
+            if holds_blocks or places != ((1, 0) if request.status is RequestStatus.RUNNING else (0, 1)):
+                misplaced.add(id(request))
+        return misplaced

@@ -1,0 +1,1 @@
+"""From logits to tokens to text: sampler, beam search, detokenizer."""

@@ -1,0 +1,68 @@
+"""Spread: how long it took for everybody, as the share of requests that have waited no longer than that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.style import INK, PALETTE, safe, short
+
+# One a line: colour, dash, marker. Told apart without colour, too.
+LOOKS = tuple(
+    zip(PALETTE[:4], ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "cross"), strict=True)
+)
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def spread(samples: Mapping[str, Sequence[float]], unit: str) -> Picture:
+    """A rising line for each of `samples` (name → one number a request, four names at most): higher and further left is
+    better. Steps up by one request at each of its numbers.
+
+    unit: what the numbers are, "steps to the first token". Raises ValueError for more names, or a name without numbers.
+    """
+    if len(samples) > len(LOOKS) or not all(len(values) for values in samples.values()):
+        raise ValueError(f"samples must have at most {len(LOOKS)} names, each with numbers: {', '.join(samples)}.")
+    traces = [_line(name, values, *look) for (name, values), look in zip(samples.items(), LOOKS, strict=False)]
+    layout = {
+        "height": 300,
+        "margin": {"t": 40},
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "xaxis": axis(unit, rangemode="tozero"),
+        "yaxis": axis("of the requests", range=[0, 1.02], tickformat=".0%"),
+    }
+    return picture(traces, layout, spread_facts(samples, unit))
+
+
+def spread_facts(samples: Mapping[str, Sequence[float]], unit: str) -> Facts:
+    """Percentiles and mean, a line each: `static   P50 12   P90 40   P99 41   mean 20.5   steps to the first token`."""
+    width = max(map(len, samples), default=0)
+    lines = []
+    for name, values in samples.items():
+        marks = [f"P{100 * q:.0f} {percentile(values, q):6,.4g}" for q in QUANTILES]
+        lines.append("   ".join([f"{name:{width}}", *marks, f"mean {sum(values) / len(values):6,.4g}", unit]))
+    return Facts("\n".join(lines))
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The smallest of the values that at least a share `q` (above 0, up to 1) of them doesn't exceed (nearest rank)."""
+    return sorted(values)[ceil(round(q * len(values), 9)) - 1]
+
+
+def _line(name: str, values: Sequence[float], colour: str, dash: str, marker: str) -> dict[str, Any]:
+    ordered = sorted(values)
+    every = max(1, len(ordered) // 8)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": safe(short(name, 40)),
+        "x": [0, *(round(value, 4) for value in ordered)],
+        "y": [0, *(round((i + 1) / len(ordered), 4) for i in range(len(ordered)))],
+        "line": {"shape": "hv", "color": colour, "dash": dash, "width": 2.5},
+        "marker": {
+            "symbol": marker, "color": colour, "line": {"color": INK, "width": 0.8},
+            "size": [0, *(8 if (i + 1) % every == 0 else 0 for i in range(len(ordered)))],
+        },
+        "hovertemplate": safe(short(name, 40)) + ": %{y:.0%} within %{x:.4g}<extra></extra>",
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Requests to measure with: traces, synthetic workloads. Imports no torch."""

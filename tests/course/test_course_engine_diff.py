@@ -1,0 +1,190 @@
+"""The hot-swap proof: a part that does what ours does is told so; any other, at the first step where it shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from labcore.attention.torch_backend import TorchAttention
+from labcore.course.learner import engine_diff as proof
+from labcore.course.learner.engine_diff import compare, find_seam, prove
+from labcore.kvcache.blocks import BlockPool
+from labcore.models import from_model
+from labcore.scheduler.scheduler import Scheduler
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    from tiny_models import tiny
+
+    return from_model(tiny("llama"))
+
+
+class OtherOrder(BlockPool):
+    """Hands blocks out last in, first out: other blocks than ours, and rightly so."""
+
+    def __init__(self, num_blocks, block_size):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._stack = list(range(num_blocks))
+        self._owners = [0] * num_blocks
+
+    @property
+    def num_free(self):
+        return len(self._stack)
+
+    def allocate(self, n):
+        taken = [self._stack.pop() for _ in range(n)]
+        for block in taken:
+            self._owners[block] = 1
+        return taken
+
+    def free(self, blocks):
+        for block in blocks:
+            self._owners[block] -= 1
+            if self._owners[block] == 0:
+                self._stack.append(block)
+
+    def refcount(self, block):
+        return self._owners[block]
+
+    def is_writable(self, block):
+        return self._owners[block] == 1
+
+    def touch(self, blocks):
+        assert not blocks
+
+    def free_blocks(self):
+        return iter(self._stack)
+
+
+class LosesOneOfFour(BlockPool):
+    def free(self, blocks):
+        super().free(blocks[:3])
+
+
+class GivesTheSameTwice(BlockPool):
+    def allocate(self, n):
+        taken = super().allocate(n)
+        return [taken[0]] * n if n else []
+
+
+class RaisesLate(BlockPool):
+    def free(self, blocks):
+        return blocks[99]
+
+
+class CannotBeMade(BlockPool):
+    def __init__(self, num_blocks, block_size):
+        raise NotImplementedError("your turn: 02.pool")
+
+
+class NeverEnds(BlockPool):
+    def allocate(self, n):
+        while True:
+            pass
+
+
+class OneAtATime(Scheduler):
+    """Plans otherwise, and loses nothing by it but time."""
+
+    def __init__(self, pool, **settings):
+        super().__init__(pool, **settings | {"max_num_seqs": 1})
+
+
+class ForgetsToWeigh(TorchAttention):
+    def attend(self, cache, layer, q, meta, **options):
+        return torch.zeros_like(q)
+
+
+def test_our_own_part_is_the_same_as_ours_and_the_pool_runs_dry_on_the_way(loaded):
+    verdict = compare("block_pool", BlockPool, loaded)
+    assert verdict.same
+    assert "8 prompts, 128 tokens, all identical; free blocks and table lengths agree throughout" in verdict.what
+    preemptions = int(verdict.what.split(" preemptions")[0].split()[-1])
+    assert preemptions > 0
+
+
+def test_which_blocks_a_pool_hands_out_is_its_own_business(loaded):
+    assert compare("block_pool", OtherOrder, loaded).same
+
+
+@pytest.mark.parametrize(
+    ("seam", "part", "words"),
+    [
+        ("block_pool", LosesOneOfFour, "they part at step"),
+        ("block_pool", LosesOneOfFour, "Then the engine's audit finds: block"),
+        ("block_pool", GivesTheSameTwice, "the engine's audit finds: block 0: "),
+        (
+            "block_pool",
+            RaisesLate,
+            "then it raised IndexError: list index out of range in free, at `return blocks[99]`.",
+        ),
+        ("block_pool", CannotBeMade, "all well for 0 steps, then it raised NotImplementedError: your turn: 02.pool"),
+        ("block_pool", NeverEnds, "then it was still running after 1 s, in allocate"),
+        ("block_pool", 7, "all well for 0 steps, then it raised"),
+        ("attention_backend", ForgetsToWeigh, "they part at step 1: token 1 of r0 is "),
+    ],
+)
+def test_a_part_that_differs_is_told_where_and_how(loaded, seam, part, words):
+    verdict = compare(seam, part, loaded, limit=1 if part is NeverEnds else 60)
+    assert not verdict.same
+    assert words in verdict.what
+
+
+def test_a_scheduler_may_plan_otherwise_as_long_as_nobody_says_anything_else(loaded):
+    verdict = compare("scheduler", OneAtATime, loaded)
+    assert verdict.same
+    assert "128 tokens, all identical; it plans otherwise" in verdict.what
+
+
+def test_the_seam_is_found_by_what_the_part_is_or_by_its_name():
+    unrelated = type("Scheduler", (), {})
+    renamed = type("MyScheduler", (unrelated,), {})
+    assert find_seam(OtherOrder, {})[0] == "block_pool"
+    assert find_seam(OtherOrder(4, 4), {})[0] == "block_pool"
+    assert find_seam(OneAtATime, {})[0] == "scheduler"
+    assert find_seam(renamed, {})[0] == "scheduler"
+    assert find_seam(TorchAttention, {})[0] == "attention_backend"
+    assert find_seam(None, {"chunking": 3}) == ("chunking", 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "parts", "words"),
+    [
+        (None, {}, "give one part"),
+        (BlockPool, {"scheduler": Scheduler}, "give one part"),
+        (None, {"block_pool": BlockPool, "scheduler": Scheduler}, "give one part"),
+        (None, {"pool": BlockPool}, "there is no seam 'pool'; there are block_pool, scheduler"),
+        (int, {}, "int could be any part: say which, prove(block_pool=int)."),
+    ],
+)
+def test_what_cannot_be_proved_is_said_in_one_line(capsys, part, parts, words):
+    prove(part, **parts)
+    assert words in capsys.readouterr().out
+
+
+def test_the_verdict_is_printed_and_fits_the_page(loaded, capsys):
+    prove(LosesOneOfFour, model=loaded)
+    said = capsys.readouterr().out
+    assert said.startswith("prove block_pool=LosesOneOfFour   not the same — they part at step")
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_a_proof_leaves_the_random_numbers_as_they_were(loaded, capsys):
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    prove(OtherOrder, model=loaded)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_an_llm_lends_its_model(loaded):
+    from labcore import LLM
+
+    assert proof.load_once(LLM(loaded, num_blocks=8)) is loaded
+
+
+@pytest.mark.slow
+def test_the_real_model_speaks_the_same_from_another_pool(smollm2, capsys):
+    prove(OtherOrder, model=smollm2)
+    assert capsys.readouterr().out.startswith("prove block_pool=OtherOrder   same — 8 prompts, 128 tokens")

@@ -1,0 +1,286 @@
+"""The explorer's buttons do what they say, its panel follows, and what goes wrong is said until it is mended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import ipywidgets as widgets
+import pytest
+from tiny_models import prompt, tiny
+from toy_engine import ToyEngine
+
+from labcore import LLM, SamplingParams
+from labcore.models import from_model
+from labcore.viz import block_map, describe, explore
+from labcore.viz.engine_control import Session
+from labcore.viz.explorer import VIEWS, Explorer
+from labcore.viz.figure import PLOTLY_MIME
+
+
+class Characters:
+    """A tokenizer of sorts: a character a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) % 256 for character in text]
+
+
+def llm(**settings) -> LLM:
+    made = LLM(
+        from_model(tiny("llama")), **{"num_blocks": 16, "block_size": 4, "max_model_len": 48, "record": True} | settings
+    )
+    made.tokenizer = Characters()
+    return made
+
+
+def buttons(panel: widgets.Widget) -> dict[str, widgets.Button]:
+    found = {panel.description: panel} if isinstance(panel, widgets.Button) else {}
+    for child in getattr(panel, "children", ()):
+        found |= buttons(child)
+    return found
+
+
+def words(panel: Explorer) -> str:
+    return panel.words.value
+
+
+def drawn(panel: Explorer) -> dict:
+    (output,) = panel.figure.outputs
+    return output["data"][PLOTLY_MIME]
+
+
+def test_submit_step_fork_and_abort_show_in_the_panel():
+    panel = explore(llm())
+    press = buttons(panel)
+    assert "nothing recorded yet" in words(panel)
+    panel.prompt.value = "abcdef"
+    press["submit"].click()
+    assert panel.target.options == ("r1",) and "queued" in panel.message.value
+    press["step"].click()
+    assert "step 1   16 blocks: 2 owned" in words(panel) and panel.message.value == ""
+    press["step"].click()
+    press["fork"].click()
+    assert panel.target.options == ("r1", "r1-fork2") and "both own the same blocks" in panel.message.value
+    press["step"].click()
+    assert "r1(0) r1-fork2(0)  refcount 2" in words(panel) and panel.message.value == ""
+    assert drawn(panel)["data"][0]["text"][0] == "AB"
+    press["abort"].click()
+    assert panel.target.options == ("r1-fork2",)
+    press["step"].click()
+    assert "r1(0)" not in words(panel)
+    panel.session.engine.check_integrity()
+
+
+def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
+    made = llm()
+    session = Session(made)
+    session.submit("abcdef")
+    session.step()
+    session.step()
+    free = made.engine.pool.num_free
+    child = session.fork("r1")
+    told = session.recorder.at()
+    assert made.engine.pool.num_free == free
+    assert told.tables["r1"] == told.tables[child] and [told.blocks[b].refcount for b in told.tables[child]] == [2, 2]
+    assert told.requests[child].token_ids == told.requests["r1"].token_ids
+    session.step()
+    (copy,) = [event for event in session.recorder.events() if event.kind == "copy_on_write"]
+    assert copy.step == 3 and copy.request == "r1"
+    while session.step():
+        made.engine.check_integrity()
+    said = {"r1": [], child: []}
+    for event in session.recorder.events():
+        if event.kind == "token":
+            said[event.request].append(event.detail["token"])
+    assert len(said["r1"]) == 16 and len(said[child]) == 14 and said["r1"][2:] != said[child]
+
+
+def test_the_figure_is_the_notebooks_own_without_its_slider():
+    panel = explore(llm())
+    buttons(panel)["submit"].click()
+    buttons(panel)["step"].click()
+    shown, own = drawn(panel), block_map(panel.recording, 1).data_json()
+    assert shown["data"] == own["data"] and shown["frames"] == []
+    assert "sliders" not in shown["layout"] and "updatemenus" not in shown["layout"]
+
+
+def test_every_view_draws_and_says_the_same_facts():
+    panel = explore(llm())
+    buttons(panel)["submit"].click()
+    for _ in range(3):
+        buttons(panel)["step"].click()
+    for view, (name, _) in VIEWS.items():
+        panel.view.value = view
+        assert describe(panel.recording, 3, name).splitlines()[0] in words(panel)
+        assert drawn(panel)["data"]
+
+
+def test_fifty_quick_clicks_leave_one_figure_and_no_stale_text():
+    panel = explore(llm())
+    for _ in range(3):
+        buttons(panel)["submit"].click()
+    for _ in range(50):
+        buttons(panel)["step"].click()
+    last = panel.recording.steps[-1]
+    assert panel.step_slider.value == panel.step_slider.max == last < 50
+    assert len(panel.figure.outputs) == 1
+    assert words(panel).count("step ") == 1 and f"step {last} " in words(panel)
+    assert "nothing to do" in panel.message.value
+
+
+def test_errors_are_said_in_plain_words_and_go_away_when_mended():
+    panel = explore(llm())
+    press = buttons(panel)
+    panel.prompt.value = ""
+    press["submit"].click()
+    assert "the prompt is empty" in panel.message.value
+    panel.prompt.value = "x" * 60
+    press["submit"].click()
+    assert "max_model_len" in panel.message.value and "Traceback" not in panel.message.value
+    panel.prompt.value = "abc"
+    press["submit"].click()
+    assert "queued" in panel.message.value
+    panel.amount.value = 100
+    press["take away"].click()
+    assert "100 blocks asked for, 16 are free" in panel.message.value
+    press["give back"].click()
+    assert "no blocks were taken" in panel.message.value
+    press["step"].click()
+    assert panel.message.value == ""
+    press["abort"].click()
+    press["abort"].click()
+    assert "is not being served" in panel.message.value
+
+
+def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
+    made = llm()
+    panel = explore(made)
+    press = buttons(panel)
+    panel.amount.value = 15
+    press["take away"].click()
+    press["submit"].click()
+    press["step"].click()
+    assert "nobody fits into what is left of the pool" in panel.message.value
+    assert "15 taken by no request" in words(panel)
+    press["give back"].click()
+    press["step"].click()
+    assert panel.message.value == "" and "4 owned" in words(panel)
+    made.engine.check_integrity()
+
+
+def test_run_goes_on_to_the_end_and_pause_stops_it():
+    async def scene() -> None:
+        panel = explore(llm())
+        press = buttons(panel)
+        press["submit"].click()
+        press["run"].click()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        press["pause"].click()
+        stopped = len(panel.recording.steps)
+        assert stopped >= 1 and panel.session.is_busy
+        await asyncio.sleep(0.05)
+        assert len(panel.recording.steps) == stopped
+        await panel.run()
+        assert not panel.session.is_busy and len(panel.recording.steps) == 16
+
+    asyncio.run(scene())
+
+
+def test_looking_back_is_not_disturbed_by_new_steps():
+    panel = explore(llm())
+    press = buttons(panel)
+    press["submit"].click()
+    for _ in range(4):
+        press["step"].click()
+    panel.step_slider.value = 2
+    assert "step 2 " in words(panel)
+    press["step"].click()
+    assert panel.step_slider.value == 2 and panel.step_slider.max == 5
+
+
+def test_running_the_cell_again_leaves_one_panel():
+    made = llm()
+    first = explore(made)
+    buttons(first)["submit"].click()
+    buttons(first)["take away"].click()
+    second = explore(made)
+    assert first.comm is None, "the first panel has left the page"
+    assert second.comm is not None and second.session.num_taken == 0
+    assert made.engine.pool.num_free == 16, "and has given back what it had taken"
+    assert explore(llm()).comm is not None and second.comm is not None, "another engine has a panel of its own"
+
+
+def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
+    panel = explore(llm())
+    bundle = panel._repr_mimebundle_()
+    assert bundle["text/plain"] == "explorer (run the cell for the live panel)\nnothing recorded yet"
+    buttons(panel)["submit"].click()
+    for _ in range(3):
+        buttons(panel)["step"].click()
+    bundle = panel._repr_mimebundle_()
+    assert bundle[PLOTLY_MIME]["data"] == drawn(panel)["data"], "and a picture, of the state that it was made in"
+    assert [frame["name"] for frame in bundle[PLOTLY_MIME]["frames"]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_panel_opens_with_the_view_that_is_asked_for_and_stores_that_one(view):
+    name, make = VIEWS[view]
+    made = llm()
+    assert explore(made, view)._repr_mimebundle_()["text/plain"].endswith("nothing recorded yet")
+    made.generate([prompt(6), prompt(9)], SamplingParams(temperature=0, max_tokens=4))
+    panel = explore(made, view)
+    assert panel.view.value == view and describe(made.engine.recorder, 4, name).splitlines()[0] in words(panel)
+    bundle = panel._repr_mimebundle_()
+    assert bundle[PLOTLY_MIME]["data"] == make(made.engine.recorder).data_json()["data"]
+    assert bundle["text/plain"].splitlines()[1] == describe(made.engine.recorder, picture=name).splitlines()[0]
+
+
+def test_a_view_that_there_is_not_is_refused_by_name():
+    with pytest.raises(ValueError, match="view is 'map'; it must be one of 'block map', 'tables', 'timeline'"):
+        explore(llm(), "map")
+
+
+def test_several_continuations_are_aborted_together():
+    session = Session(llm())
+    session.submit("abcd", max_tokens=8, n=3)
+    session.step()
+    names = list(session.recorder.at().requests)
+    assert len(names) == 3
+    session.abort(names[1])
+    assert session.recorder.at().requests == {} and not session.is_busy
+
+
+def test_an_llm_without_a_record_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"make it with LLM\(…, record=True\)"):
+        explore(llm(record=False))
+
+
+def test_a_record_alone_is_shown_without_buttons_and_odd_names_are_text():
+    engine = ToyEngine()
+    engine.add("<img src=x onerror=alert(1)>", 5, 3)
+    panel = explore(engine.run().recorder)
+    assert buttons(panel) == {}
+    panel.step_slider.value = 1
+    assert "step 1 " in words(panel)
+    assert "<img" not in words(panel) and "&lt;img src=x" in words(panel)
+
+
+def test_whatever_a_learners_part_raises_the_panel_lives_on():
+    made = llm()
+    panel = explore(made)
+    buttons(panel)["submit"].click()
+    whole, made.engine.runner.run = made.engine.runner.run, lambda *_: {}["no such <b>key</b>"]
+    buttons(panel)["step"].click()
+    assert "no such &lt;b&gt;key&lt;/b&gt;" in panel.message.value
+    made.engine.runner.run = whole
+    buttons(panel)["step"].click()
+    assert panel.message.value == "" and "owned" in words(panel)
+
+
+def test_a_session_serves_beside_requests_added_by_hand():
+    made = llm()
+    session = Session(made)
+    made.engine.add_request("mine", prompt(5), SamplingParams(max_tokens=2, temperature=0))
+    session.submit("abc")
+    session.step()
+    assert list(session.recorder.at().requests) == ["mine", "r1"]
