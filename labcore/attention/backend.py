@@ -39,8 +39,8 @@ class AttentionBackend(ABC):
     """Attention over paged KV. All calls of one step pass the same metadata object."""
 
     @abstractmethod
-    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, meta: AttentionMetadata) -> None:
-        """Write k and v, [T, num_kv_heads, head_dim], to the slots of `meta.slot_mapping`; -1 writes nothing."""
+    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+        """Write k and v, [T, num_kv_heads, head_dim], to the slots of `metadata.slot_mapping`; -1 writes nothing."""
 
     @abstractmethod
     def attend(
@@ -48,7 +48,7 @@ class AttentionBackend(ABC):
         cache: KVCache,
         layer: int,
         q: Tensor,
-        meta: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scaling: float,
         sliding_window: int | None = None,

@@ -27,14 +27,14 @@ class PagedProblem:
     """One layer's cache, the geometry of a step, and its queries, [T, Hq, D]."""
 
     cache: KVCache
-    meta: AttentionMetadata
+    metadata: AttentionMetadata
     q: Tensor
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that the step has to read, each once."""
         _, _, num_heads, head_dim = self.cache.k[0].shape
-        return 2 * sum(self.meta.seq_lens_list) * num_heads * head_dim * self.q.element_size()
+        return 2 * sum(self.metadata.seq_lens_list) * num_heads * head_dim * self.q.element_size()
 
 
 def paged_problem(
@@ -64,14 +64,14 @@ def paged_problem(
         pool.flatten(0, 1)[owned] = values.to(dtype)
     ends = torch.tensor([0, *queries], device=device).cumsum(0).to(torch.int32)
     new = torch.cat([row[length - query : length] for row, (length, query) in zip(slots, seqs, strict=True)])
-    meta = AttentionMetadata(new, tables, seq_lens, ends, block_size, lens, queries)
+    metadata = AttentionMetadata(new, tables, seq_lens, ends, block_size, lens, queries)
     q = torch.randn(sum(queries), heads.query, heads.dim, generator=gen, device=device, dtype=torch.float32)
-    return PagedProblem(cache, meta, q.to(dtype))
+    return PagedProblem(cache, metadata, q.to(dtype))
 
 
 def gathered(problem: PagedProblem) -> tuple[Tensor, Tensor]:
     """K and V of sequences of one length, contiguous, [S, Hkv, L, D]: what attention without paging starts from."""
-    (length,) = set(problem.meta.seq_lens_list)
-    blocks = problem.meta.block_tables.long()
+    (length,) = set(problem.metadata.seq_lens_list)
+    blocks = problem.metadata.block_tables.long()
     dense = [pool[blocks].flatten(1, 2)[:, :length] for pool in (problem.cache.k[0], problem.cache.v[0])]
     return dense[0].transpose(1, 2).contiguous(), dense[1].transpose(1, 2).contiguous()

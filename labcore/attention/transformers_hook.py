@@ -23,7 +23,7 @@ class PagedStep:
 
     backend: AttentionBackend
     cache: KVCache
-    meta: AttentionMetadata
+    metadata: AttentionMetadata
 
 
 def paged_attention(
@@ -41,15 +41,15 @@ def paged_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] → ([1, T, Hq, D], None). The mask is in the block tables."""
-    backend, cache, meta = paged_step.backend, paged_step.cache, paged_step.meta
+    backend, cache, metadata = paged_step.backend, paged_step.cache, paged_step.metadata
     layer = module.layer_idx
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    backend.store(cache, layer, k, v, meta)
+    backend.store(cache, layer, k, v, metadata)
     out = backend.attend(
         cache,
         layer,
         q,
-        meta,
+        metadata,
         scaling=q.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labcore.attention.backend import AttentionBackend, AttentionMetadata
-from labcore.attention.kernels.launch import Launch, Scoring, copy_launch, decode_launches, prefill_launch, store_launch
+from labcore.attention.kernels.launch import Launch, ScoreOptions, copy_launch, decode_launches, prefill_launch, store_launch
 from labcore.attention.kernels.tile_sizes import INTERPRETER, Tile, decode_tile, prefill_tile
 from labcore.attention.kernels.triton_mode import INTERPRETED
 from labcore.kvcache.tensors import KVCache
@@ -43,16 +43,16 @@ class TritonAttention(AttentionBackend):
         self.splits = splits
         self.kernels = dict(kernels or {})
 
-    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, meta: AttentionMetadata) -> None:
+    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         check_device(k)
-        self._run(store_launch(k, v, cache.k[layer], cache.v[layer], meta.slot_mapping))
+        self._run(store_launch(k, v, cache.k[layer], cache.v[layer], metadata.slot_mapping))
 
     def attend(
         self,
         cache: KVCache,
         layer: int,
         q: Tensor,
-        meta: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scaling: float,
         sliding_window: int | None = None,
@@ -63,20 +63,20 @@ class TritonAttention(AttentionBackend):
         check_device(q)
         check_dtypes(q, cache.k[layer])
         pools = cache.k[layer], cache.v[layer]
-        scoring = Scoring(scaling, sliding_window, softcap, sinks)
+        score_options = ScoreOptions(scaling, sliding_window, softcap, sinks)
         num_kv_heads, head_dim = pools[0].shape[2:]
         group = q.shape[1] // num_kv_heads
         architecture, num_processors = device_facts(q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if is_decode(meta):
+        if is_decode(metadata):
             tile = self.tile or decode_tile(architecture, head_dim, q.dtype, group)
-            at_once = num_processors * PROGRAMS_PER_PROCESSOR
-            splits = self.splits or choose_splits(meta.seq_lens_list, sliding_window, num_kv_heads, at_once)
-            for launch in decode_launches(out, q, *pools, meta, scoring, tile, splits):
+            max_programs = num_processors * PROGRAMS_PER_PROCESSOR
+            splits = self.splits or choose_splits(metadata.seq_lens_list, sliding_window, num_kv_heads, max_programs)
+            for launch in decode_launches(out, q, *pools, metadata, score_options, tile, splits):
                 self._run(launch)
         else:
             tile = self.tile or prefill_tile(architecture, head_dim, q.dtype)
-            self._run(prefill_launch(out, q, *pools, meta, scoring, tile))
+            self._run(prefill_launch(out, q, *pools, metadata, score_options, tile))
         return out
 
     def copy_blocks(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
@@ -101,22 +101,22 @@ class TritonAttention(AttentionBackend):
         replace(launch, kernel=self.kernels.get(launch.kernel.__name__, launch.kernel)).run()
 
 
-def is_decode(meta: AttentionMetadata) -> bool:
+def is_decode(metadata: AttentionMetadata) -> bool:
     """One query for each sequence of the step."""
-    return all(n == 1 for n in meta.query_lens_list)
+    return all(n == 1 for n in metadata.query_lens_list)
 
 
-def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int, at_once: int) -> int:
+def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int, max_programs: int) -> int:
     """Into how many programs the keys of one sequence and KV head are cut: a power of two, 1 … MAX_SPLITS.
 
-    So many that the longest sequence's programs work no longer than an even share of all the keys, if `at_once`
+    So many that the longest sequence's programs work no longer than an even share of all the keys, if `max_programs`
     programs share them. Many sequences of like length: 1. One of 32,768 tokens with 8 KV heads on 132 processors: 64.
     Built in notebook 03.
     """
     visible = [n if window is None else min(n, window) for n in seq_lens]
-    fair = max(sum(visible) * num_kv_heads / at_once, MIN_KEYS_PER_SPLIT)
+    target_keys = max(sum(visible) * num_kv_heads / max_programs, MIN_KEYS_PER_SPLIT)
     splits = 1
-    while splits < MAX_SPLITS and max(visible) > splits * fair:
+    while splits < MAX_SPLITS and max(visible) > splits * target_keys:
         splits *= 2
     return splits
 

@@ -8,7 +8,7 @@ Built in notebook 01, to be beaten by the rest of the course. Three ideas, each 
     static batch  requests start together and leave together                  static_batches
     naive steps   in and out at every step, and no answer to an empty pool    NaiveScheduler (notebook 04)
 
-    slab     0         8        16        24         ana may grow to 8 tokens and so holds 8 slots from the start;
+    buffer   0         8        16        24         ana may grow to 8 tokens and so holds 8 slots from the start;
              │ ana·····│ bo··   │ cy······│          the dots are reserved and empty. When bo leaves, an 8-token
              └─ region ┴────────┴─────────┘          hole stays between ana and cy: useless to anyone who asks for 9.
 
@@ -102,7 +102,7 @@ class Region:
 
 
 class RegionAllocator:
-    """Hands out contiguous regions of a slab of slots, first fit. Built in notebook 01.
+    """Hands out contiguous regions of a buffer of slots, first fit. Built in notebook 01.
 
     `holes` are the free regions, in order of `start`; no two of them touch, so that free space is in as few pieces as
     the living regions allow. It can still be in many: that is external fragmentation.
@@ -144,11 +144,11 @@ class RegionAllocator:
     def free(self, region: Region) -> None:
         """Make the region a hole again, and one hole with the holes that it touches.
 
-        Raises ValueError, and changes nothing, if a slot of it is free already or lies outside the slab.
+        Raises ValueError, and changes nothing, if a slot of it is free already or lies outside the buffer.
         """
         inside = 0 <= region.start < region.stop <= self.num_slots
         if not inside or any(hole.start < region.stop and region.start < hole.stop for hole in self.holes):
-            raise ValueError(f"{region} is not allocated: it overlaps a hole, or leaves the slab.")
+            raise ValueError(f"{region} is not allocated: it overlaps a hole, or leaves the buffer.")
         merged: list[Region] = []
         for hole in sorted([*self.holes, region]):
             if merged and merged[-1].stop == hole.start:
@@ -159,10 +159,10 @@ class RegionAllocator:
 
 
 class ContiguousCache:
-    """K and V of every layer, in one slab of slots; each request owns one region of it. Built in notebook 01.
+    """K and V of every layer, in one buffer of slots; each request owns one region of it. Built in notebook 01.
 
     k[layer], v[layer]: [num_slots, num_kv_heads, head_dim]. A request's tokens lie in a row from its region's start, so
-    that all it has is one slice of the slab: nothing to look up and nothing to copy. That is what paging gives up.
+    that all it has is one slice of the buffer: nothing to look up and nothing to copy. That is what paging gives up.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ContiguousCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new tokens behind the region's first `num_stored`, and return keys and values of all tokens so far.
 
-        k, v: [Hkv, T, D]. Returns two views of the slab, [Hkv, num_stored + T, D].
+        k, v: [Hkv, T, D]. Returns two views of the buffer, [Hkv, num_stored + T, D].
         Raises OutOfSlots, and writes nothing, if the tokens would run over the region's end into a neighbour.
         """
         first, stop = region.start + num_stored, region.start + num_stored + k.shape[1]
@@ -285,7 +285,7 @@ def generate(
     seats and go on being computed until the last one is, which is what makes the batch static.
     A row ends after `max_tokens`, or with the first token in `stop_ids`, which is kept.
 
-    Raises ValueError if a prompt is empty or could outgrow `max_len`, OutOfSlots if the slab can't hold the batch. The
+    Raises ValueError if a prompt is empty or could outgrow `max_len`, OutOfSlots if the buffer can't hold the batch. The
     regions are given back, whatever happens.
     """
     lengths, room = [len(prompt) for prompt in prompts], max_len - max_tokens
@@ -333,7 +333,7 @@ def reservation_waste(requests: Sequence[TraceRequest], reserved: int) -> float:
 
 
 @dataclass(frozen=True)
-class Stay:
+class Residency:
     """One request's region, and the steps `start` up to, not including, `stop` for which it holds it.
 
     Built in notebook 01.
@@ -345,37 +345,39 @@ class Stay:
     stop: int
 
 
-def pack(requests: Sequence[TraceRequest], num_slots: int, reserve: Callable[[TraceRequest], int]) -> list[Stay]:
-    """Serve a log from one slab, as many requests at a time as find a region. Built in notebook 01.
+def simulate_first_fit(
+    requests: Sequence[TraceRequest], num_slots: int, reserve: Callable[[TraceRequest], int]
+) -> list[Residency]:
+    """Serve a log from one buffer, as many requests at a time as find a region. Built in notebook 01.
 
     reserve: how many slots a request asks for. All requests wait from the start, in order; the first in line holds up
     the others until somebody leaves a hole that is large enough for it. A request stays one step per output token.
-    Raises OutOfSlots if one of them wouldn't even fit into the empty slab.
+    Raises OutOfSlots if one of them wouldn't even fit into the empty buffer.
     """
-    allocator, now, leaving, stays = RegionAllocator(num_slots), 0, [], []
+    allocator, now, leaving, residencies = RegionAllocator(num_slots), 0, [], []
     for request in requests:
         size = reserve(request)
         while allocator.largest_hole < size and leaving:
             now, _, region = heappop(leaving)
             allocator.free(region)
-        stay = Stay(request, allocator.allocate(size), now, now + request.output_tokens)
-        heappush(leaving, (stay.stop, len(stays), stay.region))
-        stays.append(stay)
-    return stays
+        residency = Residency(request, allocator.allocate(size), now, now + request.output_tokens)
+        heappush(leaving, (residency.stop, len(residencies), residency.region))
+        residencies.append(residency)
+    return residencies
 
 
-def memory_shares(stays: Sequence[Stay], num_slots: int) -> dict[str, float]:
-    """How the slab was used while requests were waiting for it, as shares of its slot-steps. Built in notebook 01.
+def memory_breakdown(residencies: Sequence[Residency], num_slots: int) -> dict[str, float]:
+    """How the buffer was used while requests were waiting for it, as shares of its slot-steps. Built in notebook 01.
 
     "tokens": slots that held one. "reserved": held by a request, and empty. "free": in holes, while somebody waited.
     Counted up to the last admission, since after it nobody waits and holes are no loss; to the end, if nobody ever did.
     """
-    end = max(stay.start for stay in stays) or max(stay.stop for stay in stays)
+    end = max(residency.start for residency in residencies) or max(residency.stop for residency in residencies)
     tokens = held = 0
-    for stay in stays:
-        steps = min(stay.stop, end) - stay.start
-        tokens += slot_steps(stay.request, steps)
-        held += steps * stay.region.size
+    for residency in residencies:
+        steps = min(residency.stop, end) - residency.start
+        tokens += slot_steps(residency.request, steps)
+        held += steps * residency.region.size
     total = num_slots * end
     return {"tokens": tokens / total, "reserved": (held - tokens) / total, "free": 1 - held / total}
 
@@ -403,7 +405,7 @@ def static_batches(requests: Sequence[TraceRequest], batch_size: int, names: Seq
     return spans
 
 
-def busy_share(spans: Sequence[Span]) -> float:
+def utilization(spans: Sequence[Span]) -> float:
     """Share of the seats' time that is work (prefill and decode), not idling. Built in notebook 01."""
     time = dict.fromkeys(("prefill", "decode", "idle"), 0.0)
     for span in spans:

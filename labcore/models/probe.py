@@ -64,7 +64,7 @@ class AttentionCall:
     kwargs: frozenset[str]  # names of the arguments that were not None
 
 
-class Recorder:
+class AttentionProbe:
     """Stands in for attention: remembers each call and returns zeros, so that no token learns about another."""
 
     def __init__(self, positions: Tensor) -> None:
@@ -119,7 +119,7 @@ def probe(model: PreTrainedModel) -> list[LayerShape]:
     something that the engine would not do.
     """
     model_type = model.config.model_type
-    recorder = Recorder(sample_positions(model.config).to(model.device))
+    recorder = AttentionProbe(sample_positions(model.config).to(model.device))
     a, b, c = TOKENS
     with attention_calls_go_to(recorder, model) as use, torch.no_grad():
         try:
@@ -143,7 +143,7 @@ def probe(model: PreTrainedModel) -> list[LayerShape]:
 
 def faults(
     model: PreTrainedModel,
-    recorder: Recorder,
+    recorder: AttentionProbe,
     calls: list[AttentionCall],
     masked_calls: list[AttentionCall],
     logits: Tensor,
@@ -184,7 +184,7 @@ def call_faults(call: AttentionCall) -> Iterator[str]:
         yield MEANINGS.get(name, f"passes {name!r} to its attention, which the engine does not know")
 
 
-def mask_faults(call: AttentionCall, recorder: Recorder) -> Iterator[str]:
+def mask_faults(call: AttentionCall, recorder: AttentionProbe) -> Iterator[str]:
     """How the mask of one call differs from the only one that the engine applies: causal, within the sliding window."""
     if call.mask is None:
         return  # it leaves causality to the attention function
@@ -201,7 +201,7 @@ def mask_faults(call: AttentionCall, recorder: Recorder) -> Iterator[str]:
 
 
 @contextmanager
-def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterator[Callable[[str], None]]:
+def attention_calls_go_to(recorder: AttentionProbe, model: PreTrainedModel) -> Iterator[Callable[[str], None]]:
     """Register the recorder under both names; yield what selects one; put the model back at the end."""
     before = model.config._attn_implementation
     with registration:

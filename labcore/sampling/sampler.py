@@ -81,46 +81,46 @@ class Sampler:
         if not requests:
             return []
         best, choice = logits.max(dim=-1)  # all that a plain greedy row costs
-        check_best(best, requests, "its logits hold NaN or infinity, so the model's arithmetic broke down")
+        check_finite(best, requests, "its logits hold NaN or infinity, so the model's arithmetic broke down")
         token_ids = choice.tolist()
-        drawn = [i for i, request in enumerate(requests) if not request.params.is_greedy]
+        sampled = [i for i, request in enumerate(requests) if not request.params.is_greedy]
         edited = [i for i, request in enumerate(requests) if request.params.is_greedy and self._is_edited(request)]
-        for choose, rows in ((self._draw, drawn), (self._best_allowed, edited)):
+        for choose, rows in ((self._sample, sampled), (self._best_allowed, edited)):
             for some in chunks(rows, logits):
                 chosen = choose(logits[some].float(), [requests[i] for i in some])  # indexing by a list copies
                 for row, token_id in zip(some, chosen.tolist(), strict=True):
                     token_ids[row] = token_id
-        return report(logits, token_ids, requests)
+        return attach_logprobs(logits, token_ids, requests)
 
     def _is_edited(self, request: Request) -> bool:
         params = request.params
         return params.has_penalties or len(request.output_token_ids) < params.min_tokens
 
     def _edit(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        logits = ban_end_tokens(logits, requests, self.eos_token_ids)
+        logits = mask_eos(logits, requests, self.eos_token_ids)
         logits = apply_penalties(logits, requests)
-        check_best(logits.amax(dim=-1), requests, "min_tokens bans every token that the model allows")
+        check_finite(logits.amax(dim=-1), requests, "min_tokens bans every token that the model allows")
         return logits
 
     def _best_allowed(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         return self._edit(logits, requests).argmax(dim=-1)
 
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         logits = self._edit(logits, requests)
         weights = apply_temperature(logits, [request.params.temperature for request in requests])
         weights = apply_min_p(weights, [request.params.min_p for request in requests])
         weights = apply_top_k(weights, [request.params.top_k for request in requests])
         keys = row_keys([request.seed for request in requests], [len(request.output_token_ids) for request in requests])
         noise = exponential_noise(keys.to(weights.device), self._keys_of_tokens(weights))
-        return draw(weights, noise, [request.params.top_p for request in requests])
+        return sample_exponential_race(weights, noise, [request.params.top_p for request in requests])
 
     def _keys_of_tokens(self, weights: Tensor) -> Tensor:
         if len(self._token_keys) != weights.shape[-1] or self._token_keys.device != weights.device:
-            self._token_keys = mix(torch.arange(1, weights.shape[-1] + 1, device=weights.device))
+            self._token_keys = murmur_finalize(torch.arange(1, weights.shape[-1] + 1, device=weights.device))
         return self._token_keys
 
 
-def check_best(best: Tensor, requests: Sequence[Request], why: str) -> None:
+def check_finite(best: Tensor, requests: Sequence[Request], why: str) -> None:
     """Raise SamplingError if any row's best logit, [S], is NaN or infinite: then the row has no best token at all."""
     sound = torch.isfinite(best).tolist()
     if not all(sound):
@@ -134,7 +134,7 @@ def chunks(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
     return (rows[i : i + size] for i in range(0, len(rows), size))
 
 
-def ban_end_tokens(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:
+def mask_eos(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:
     """Before min_tokens, put whatever could end the request at -inf. Works in place on [R, V].
 
     The model's end tokens are banned under ignore_eos, too, as in vLLM: text that goes on after one is rarely wanted.
@@ -209,7 +209,7 @@ def apply_top_k(weights: Tensor, top_k: Sequence[int]) -> Tensor:
     return weights
 
 
-def draw(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
+def sample_exponential_race(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
     """One token a row, [R] int64: the winner of the race among the row's nucleus. May change weights, [R, V].
 
     noise   [R, V], independent draws from Exp(1); token i arrives after noise[i] / weights[i], at weight 0 never
@@ -236,7 +236,7 @@ def draw(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
 
 def exponential_noise(row_keys: Tensor, token_keys: Tensor) -> Tensor:
     """Draws from Exp(1), [R, V] float32, that depend on nothing but row_keys [R] and token_keys [V], both int64."""
-    bits = mix(token_keys ^ row_keys[:, None])
+    bits = murmur_finalize(token_keys ^ row_keys[:, None])
     uniform = bits.float().abs_().mul_(2.0**-63)
     uniform.clamp_(2.0**-64, 1 - 2.0**-24)  # the draw must be neither 0 nor infinite: 0 / 0 and inf / inf have no order
     return uniform.neg_().log1p_().neg_()
@@ -245,10 +245,10 @@ def exponential_noise(row_keys: Tensor, token_keys: Tensor) -> Tensor:
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """A 64-bit key for each (seed, output position), [R] int64: neighbours in either give unrelated keys."""
     signed = [((seed ^ SALT) + 2**63) % 2**64 - 2**63 for seed in seeds]
-    return mix(mix(torch.tensor(signed)) + torch.tensor(positions))
+    return murmur_finalize(murmur_finalize(torch.tensor(signed)) + torch.tensor(positions))
 
 
-def mix(bits: Tensor) -> Tensor:
+def murmur_finalize(bits: Tensor) -> Tensor:
     """Scramble int64s one to one: any change of the input turns over about half of the output's upper bits.
 
     Source: the finaliser of MurmurHash3 (Appleby), up to its last step, which would only repair the lower bits.
@@ -260,7 +260,7 @@ def mix(bits: Tensor) -> Tensor:
     return bits.mul_(-4265267296055464877)  # 0xC4CEB9FE1A85EC53
 
 
-def report(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) -> list[SampledToken]:
+def attach_logprobs(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) -> list[SampledToken]:
     """The chosen tokens, with log-probabilities where they were asked for; logits [S, V] as the model gave them."""
     tokens = [SampledToken(token_id) for token_id in token_ids]
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]

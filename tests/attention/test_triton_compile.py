@@ -13,8 +13,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from labcore.attention.offline_compile.gpus import TARGETS, programs_per_processor, target_of  # noqa: E402
-from labcore.attention.offline_compile.report import (  # noqa: E402
+from labcore.attention.offline_compile.compile_gate import (  # noqa: E402
     DTYPES,
     HEAD_DIMS,
     KERNELS,
@@ -27,6 +26,7 @@ from labcore.attention.offline_compile.report import (  # noqa: E402
     table,
     to_json,
 )
+from labcore.attention.offline_compile.gpus import TARGETS, programs_per_processor, target_of  # noqa: E402
 
 STORED = Path(__file__).parents[2] / "data" / "results" / "compile_gate.json"
 
@@ -112,7 +112,7 @@ def test_the_machine_code_of_a_kernel_can_be_read(capsys):
 def test_the_gate_builds_what_the_launcher_would_build():
     """Types, constants and divisibility of every argument, as Triton's own launcher works them out."""
     code = """
-from labcore.attention.offline_compile.report import all_cases, launch_of
+from labcore.attention.offline_compile.compile_gate import all_cases, launch_of
 from labcore.attention.offline_compile.cubin import ast_source
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend

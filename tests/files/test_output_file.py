@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy_engine import ToyEngine
 
-from labcore.attention.offline_compile import report as compile_gate
+from labcore.attention.offline_compile import compile_gate
 from labcore.bench.gpu import run as gpu
 from labcore.cli.main import main
 from labcore.files.output_file import output_file, whole_file

@@ -27,5 +27,5 @@ def copy_blocks(
     src, dst = tl.load(pair).to(tl.int64) * kv_strides[0], tl.load(pair + 1).to(tl.int64) * kv_strides[0]
     element = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
     slot, head, dim = element // (NUM_HEADS * HEAD_DIM), element // HEAD_DIM % NUM_HEADS, element % HEAD_DIM
-    where, inside = slot * kv_strides[1] + head * kv_strides[2] + dim * kv_strides[3], slot < BLOCK_SIZE
-    tl.store(pool + dst + where, tl.load(pool + src + where, mask=inside), mask=inside)
+    offsets, mask = slot * kv_strides[1] + head * kv_strides[2] + dim * kv_strides[3], slot < BLOCK_SIZE
+    tl.store(pool + dst + offsets, tl.load(pool + src + offsets, mask=mask), mask=mask)

@@ -39,7 +39,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreOptions:
     """What a model's layer does to its scores, in the words of `AttentionBackend.attend`."""
 
     scaling: float
@@ -74,8 +74,8 @@ def decode_launches(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    meta: AttentionMetadata,
-    scoring: Scoring,
+    metadata: AttentionMetadata,
+    score_options: ScoreOptions,
     tile: Tile,
     splits: int = 1,
 ) -> list[Launch]:
@@ -92,7 +92,7 @@ def decode_launches(
         out=partial,
         log_totals=log_totals,
         out_strides=partial.stride(),
-        **attention_args(q, k_cache, v_cache, meta, scoring, tile),
+        **attention_args(q, k_cache, v_cache, metadata, score_options, tile),
     )
     launch = Launch(paged_decode, (num_seqs, k_cache.shape[2], splits), args, tile.warps, tile.stages)
     if splits == 1:
@@ -111,24 +111,30 @@ def decode_launches(
 
 
 def prefill_launch(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scoring: Scoring, tile: Tile
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    score_options: ScoreOptions,
+    tile: Tile,
 ) -> Launch:
     """Attention of any mix of queries, q and out [T, Hq, D]."""
     num_tokens, num_heads, _ = q.shape
-    num_kv_heads, num_seqs = k_cache.shape[2], meta.seq_lens.shape[0]
+    num_kv_heads, num_seqs = k_cache.shape[2], metadata.seq_lens.shape[0]
     args = dict(
         out=out,
-        cu_seqlens=meta.cu_seqlens,
+        cu_seqlens=metadata.cu_seqlens,
         num_seqs=num_seqs,
         out_strides=out.stride(),
-        **attention_args(q, k_cache, v_cache, meta, scoring, tile),
+        **attention_args(q, k_cache, v_cache, metadata, score_options, tile),
     )
     tiles = num_tokens * (num_heads // num_kv_heads) // tile.rows + num_seqs
     return Launch(paged_prefill, (tiles, num_kv_heads), args, tile.warps, tile.stages)
 
 
 def attention_args(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scoring: Scoring, tile: Tile
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, score_options: ScoreOptions, tile: Tile
 ) -> dict[str, object]:
     """What decode and prefill both take."""
     head_dim = q.shape[2]
@@ -136,18 +142,18 @@ def attention_args(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
-        block_tables=meta.block_tables,
-        seq_lens=meta.seq_lens,
-        sinks=scoring.sinks,
-        scale=float(scoring.scaling),
+        block_tables=metadata.block_tables,
+        seq_lens=metadata.seq_lens,
+        sinks=score_options.sinks,
+        scale=float(score_options.scaling),
         q_strides=q.stride(),
         kv_strides=k_cache.stride(),
-        table_stride=meta.block_tables.stride(0),
+        table_stride=metadata.block_tables.stride(0),
         HEAD_DIM=head_dim,
         GROUP=q.shape[1] // k_cache.shape[2],
         BLOCK_SIZE=k_cache.shape[1],
-        WINDOW=scoring.sliding_window,
-        SOFTCAP=scoring.softcap,
+        WINDOW=score_options.sliding_window,
+        SOFTCAP=score_options.softcap,
         ROWS=tile.rows,
         DIMS=triton.next_power_of_2(head_dim),
         TILE=tile.keys,

@@ -6,7 +6,7 @@
           └   ┘                                       └──────────────┘
 
 A tile's length has nothing to do with the block size: every key looks its own block up. Between tiles a row keeps three
-things: `peak`, the highest score so far; `total`, the sum of exp2(score - peak); and `acc`, the sum of those weights
+things: `m_i`, the highest score so far; `l_i`, the sum of exp2(score - peak); and `acc`, the sum of those weights
 times V, [D]. Scores are in units of log2, because exp2 is what the hardware computes.
 
 Sources: Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 (FlashAttention), Kwon et al. 2023
@@ -47,21 +47,21 @@ def scaled_scores(scores, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(scores, peak, total):
+def online_softmax(scores, m_i, l_i):
     """Let one more tile of scores, [ROWS, TILE], into each row's softmax.
 
     Returns the tile's weights, the factor for everything summed before it, and the new peak and total. A row that has
     seen no key yet has the peak -inf; it is measured from 0 instead, as -inf - -inf is NaN. Built in notebook 03.
     """
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+    origin = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(scores - origin[:, None])
-    rescale = tl.exp2(peak - origin)
-    return weights, rescale, new_peak, total * rescale + tl.sum(weights, axis=1)
+    rescale = tl.exp2(m_i - origin)
+    return weights, rescale, m_new, l_i * rescale + tl.sum(weights, axis=1)
 
 
 @triton.jit
-def vectors(starts, valid, stride_dim, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+def row_offsets(starts, valid, stride_dim, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
     """Offsets and mask, [N, DIMS], of N vectors of HEAD_DIM elements that begin at `starts`. DIMS is a power of two.
 
     Built in notebook 03.
@@ -72,10 +72,10 @@ def vectors(starts, valid, stride_dim, HEAD_DIM: tl.constexpr, DIMS: tl.constexp
 
 @triton.jit
 def attend_tile(
-    acc, peak, total, q, k_cache, v_cache, offsets, present, seen, scale, stride_dim,
+    acc, m_i, l_i, q, k_cache, v_cache, key_offsets, present, seen, scale, stride_dim,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):
-    """Fold the keys at `offsets`, [TILE], into the rows' acc, peak and total.
+    """Fold the keys at `key_offsets`, [TILE], into the rows' acc, peak and total.
 
     present   [TILE]         the keys to read. A masked load gives 0: an unused slot may hold NaN, and 0 * NaN is NaN.
     seen      [ROWS, TILE]   which row may look at which key; [1, TILE] if all rows see the same
@@ -83,22 +83,22 @@ def attend_tile(
     float32 is multiplied as such ("ieee"): the default would round the operands to TF32, with 10 bits of mantissa.
     Built in notebook 03.
     """
-    where, inside = vectors(offsets, present, stride_dim, HEAD_DIM, DIMS)
-    k = tl.load(k_cache + where, mask=inside, other=0.0)
+    offsets, mask = row_offsets(key_offsets, present, stride_dim, HEAD_DIM, DIMS)
+    k = tl.load(k_cache + offsets, mask=mask, other=0.0)
     scores = scaled_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
-    weights, rescale, peak, total = online_softmax(tl.where(seen, scores, float("-inf")), peak, total)
-    v = tl.load(v_cache + where, mask=inside, other=0.0)
+    weights, rescale, m_i, l_i = online_softmax(tl.where(seen, scores, float("-inf")), m_i, l_i)
+    v = tl.load(v_cache + offsets, mask=mask, other=0.0)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, peak, total
+    return acc, m_i, l_i
 
 
 @triton.jit
-def first_state(sinks, heads, valid, ROWS: tl.constexpr, DIMS: tl.constexpr):
+def init_softmax_state(sinks, heads, valid, ROWS: tl.constexpr, DIMS: tl.constexpr):
     """acc, peak and total before the first key. A sink is a score that was seen already, and that brought no V.
 
     Built in notebook 03.
     """
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
-        peak = tl.load(sinks + heads, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
-    return tl.zeros([ROWS, DIMS], tl.float32), peak, tl.where(peak == float("-inf"), 0.0, 1.0)
+        m_i = tl.load(sinks + heads, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
+    return tl.zeros([ROWS, DIMS], tl.float32), m_i, tl.where(m_i == float("-inf"), 0.0, 1.0)

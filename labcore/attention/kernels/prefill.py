@@ -18,7 +18,7 @@ Source: the query blocks of vLLM's unified Triton attention kernel.
 
 from __future__ import annotations
 
-from labcore.attention.kernels.online_softmax import attend_tile, first_state, token_offsets, vectors
+from labcore.attention.kernels.online_softmax import attend_tile, init_softmax_state, row_offsets, token_offsets
 from labcore.attention.kernels.triton_mode import tl, triton
 
 
@@ -60,19 +60,19 @@ def paged_prefill(
     seq_len, rows = tl.load(seq_lens + seq), first_row + tl.arange(0, ROWS)
     history, tokens, heads = seq_len - (stop - start), start + rows // GROUP, kv_head * GROUP + rows % GROUP
     starts = tokens.to(tl.int64) * q_strides[0] + heads * q_strides[1]
-    where, inside = vectors(starts, tokens < stop, q_strides[2], HEAD_DIM, DIMS)
-    q_tile = tl.load(q + where, mask=inside, other=0.0)
+    offsets, mask = row_offsets(starts, tokens < stop, q_strides[2], HEAD_DIM, DIMS)
+    q_tile = tl.load(q + offsets, mask=mask, other=0.0)
     first = 0 if WINDOW is None else tl.maximum(history + first_row // GROUP - WINDOW + 1, 0)
     last = tl.minimum(history + (first_row + ROWS - 1) // GROUP + 1, seq_len)
-    acc, peak, total = first_state(sinks, heads, tokens < stop, ROWS, DIMS)
+    acc, m_i, l_i = init_softmax_state(sinks, heads, tokens < stop, ROWS, DIMS)
     for key in range(first, last, TILE):
         keys = key + tl.arange(0, TILE)
         present, age = keys < last, (history + rows // GROUP)[:, None] - keys[None, :]
         seen = age >= 0 if WINDOW is None else (age >= 0) & (age < WINDOW)
-        offsets = token_offsets(block_tables + seq * table_stride, keys, present, kv_strides, BLOCK_SIZE)
-        acc, peak, total = attend_tile(
-            acc, peak, total, q_tile, k_cache, v_cache, offsets + kv_head * kv_strides[2], present,
+        key_offsets = token_offsets(block_tables + seq * table_stride, keys, present, kv_strides, BLOCK_SIZE)
+        acc, m_i, l_i = attend_tile(
+            acc, m_i, l_i, q_tile, k_cache, v_cache, key_offsets + kv_head * kv_strides[2], present,
             seen, scale, kv_strides[3], HEAD_DIM, DIMS, SOFTCAP)
     starts = tokens.to(tl.int64) * out_strides[0] + heads * out_strides[1]
-    where, inside = vectors(starts, tokens < stop, out_strides[2], HEAD_DIM, DIMS)
-    tl.store(out + where, acc / tl.where(total == 0, 1.0, total)[:, None], mask=inside)
+    offsets, mask = row_offsets(starts, tokens < stop, out_strides[2], HEAD_DIM, DIMS)
+    tl.store(out + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=mask)

@@ -22,9 +22,9 @@ def store_kv(
     if slot < 0:
         return
     heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, DIMS)[None, :]
-    inside = (heads < NUM_HEADS) & (dims < HEAD_DIM)
-    k_row = tl.load(k + token * k_strides[0] + heads * k_strides[1] + dims * k_strides[2], mask=inside)
-    v_row = tl.load(v + token * v_strides[0] + heads * v_strides[1] + dims * v_strides[2], mask=inside)
+    mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
+    k_row = tl.load(k + token * k_strides[0] + heads * k_strides[1] + dims * k_strides[2], mask=mask)
+    v_row = tl.load(v + token * v_strides[0] + heads * v_strides[1] + dims * v_strides[2], mask=mask)
     start = slot // BLOCK_SIZE * kv_strides[0] + slot % BLOCK_SIZE * kv_strides[1]
-    tl.store(k_cache + start + heads * kv_strides[2] + dims * kv_strides[3], k_row, mask=inside)
-    tl.store(v_cache + start + heads * kv_strides[2] + dims * kv_strides[3], v_row, mask=inside)
+    tl.store(k_cache + start + heads * kv_strides[2] + dims * kv_strides[3], k_row, mask=mask)
+    tl.store(v_cache + start + heads * kv_strides[2] + dims * kv_strides[3], v_row, mask=mask)

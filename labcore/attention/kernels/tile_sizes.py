@@ -31,7 +31,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Row:
+class TileRow:
     """A line of a table: for tensor cores or multiply-adds, architectures from `oldest` up, heads to `max_head_dim`."""
 
     tensor_cores: bool
@@ -42,23 +42,23 @@ class Row:
 
 
 DECODE = (
-    Row(True, 90, 128, Tile(16, 64, 4, 5), "two tiles of 2 × 16 KB ahead keep HBM3 busy; 3 programs fit in 228 KB"),
-    Row(True, 90, 256, Tile(16, 32, 4, 5), "half the keys at twice the head size: the same bytes ahead"),
-    Row(True, 80, 128, Tile(16, 64, 4, 3), "one tile ahead: 2 programs fit in the 100 KB of sm_86 and sm_89"),
-    Row(True, 80, 256, Tile(16, 32, 4, 3), "half the keys at twice the head size: the same bytes ahead"),
-    Row(False, 75, 64, Tile(16, 32, 4, 3), "multiply-adds keep scores and operands in registers: half the keys"),
-    Row(False, 75, 256, Tile(16, 16, 4, 3), "and a quarter from head size 80 up, or registers spill"),
+    TileRow(True, 90, 128, Tile(16, 64, 4, 5), "two tiles of 2 × 16 KB ahead keep HBM3 busy; 3 programs fit in 228 KB"),
+    TileRow(True, 90, 256, Tile(16, 32, 4, 5), "half the keys at twice the head size: the same bytes ahead"),
+    TileRow(True, 80, 128, Tile(16, 64, 4, 3), "one tile ahead: 2 programs fit in the 100 KB of sm_86 and sm_89"),
+    TileRow(True, 80, 256, Tile(16, 32, 4, 3), "half the keys at twice the head size: the same bytes ahead"),
+    TileRow(False, 75, 64, Tile(16, 32, 4, 3), "multiply-adds keep scores and operands in registers: half the keys"),
+    TileRow(False, 75, 256, Tile(16, 16, 4, 3), "and a quarter from head size 80 up, or registers spill"),
 )
 """Tiles of a decode step. Rows are the query heads of one KV head: see `decode_tile`."""
 
 PREFILL = (
-    Row(True, 80, 64, Tile(128, 64, 8, 3), "a key is used 128 times: bound by compute; all of it fits sm_86"),
-    Row(True, 90, 128, Tile(128, 64, 8, 3), "wgmma takes operands from shared memory: room for 64 keys in registers"),
-    Row(True, 80, 128, Tile(128, 32, 8, 3), "mma takes operands from registers: with 64 keys they would spill"),
-    Row(True, 80, 256, Tile(64, 32, 8, 3), "the output alone is 64 × 256 float32, 64 registers a thread"),
-    Row(False, 75, 64, Tile(32, 16, 4, 3), "multiply-adds: the largest tile without spills"),
-    Row(False, 75, 128, Tile(32, 16, 8, 3), "twice the head size on twice the warps: no spills"),
-    Row(False, 75, 256, Tile(16, 16, 8, 3), "half the rows: the output alone is 16 × 256 float32"),
+    TileRow(True, 80, 64, Tile(128, 64, 8, 3), "a key is used 128 times: bound by compute; all of it fits sm_86"),
+    TileRow(True, 90, 128, Tile(128, 64, 8, 3), "wgmma takes operands from shared memory: room for 64 keys in registers"),
+    TileRow(True, 80, 128, Tile(128, 32, 8, 3), "mma takes operands from registers: with 64 keys they would spill"),
+    TileRow(True, 80, 256, Tile(64, 32, 8, 3), "the output alone is 64 × 256 float32, 64 registers a thread"),
+    TileRow(False, 75, 64, Tile(32, 16, 4, 3), "multiply-adds: the largest tile without spills"),
+    TileRow(False, 75, 128, Tile(32, 16, 8, 3), "twice the head size on twice the warps: no spills"),
+    TileRow(False, 75, 256, Tile(16, 16, 8, 3), "half the rows: the output alone is 16 × 256 float32"),
 )
 """Tiles of a step with prompts in it. Rows are pairs of token and query head."""
 
@@ -87,7 +87,7 @@ def prefill_tile(architecture: int, head_dim: int, dtype: torch.dtype) -> Tile:
     return lookup(PREFILL, architecture, head_dim, dtype).tile
 
 
-def lookup(table: Sequence[Row], architecture: int, head_dim: int, dtype: torch.dtype) -> Row:
+def lookup(table: Sequence[TileRow], architecture: int, head_dim: int, dtype: torch.dtype) -> TileRow:
     """The first row that fits.
 
     float32 products run as multiply-adds, on every architecture: tensor cores would round their operands to TF32, with

@@ -2,7 +2,7 @@
 
 import sys
 
-from labcore.attention.offline_compile.report import main
+from labcore.attention.offline_compile.compile_gate import main
 
 if __name__ == "__main__":
     sys.exit(main())

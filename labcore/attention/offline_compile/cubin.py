@@ -1,7 +1,7 @@
 """From a launch to machine code, with no GPU: build it for a target, and read what the code is made of.
 
 Triton's package brings the assembler and the disassembler along. This needs a process in which kernels are compiled,
-not interpreted; `labcore.attention.offline_compile.report` starts one.
+not interpreted; `labcore.attention.offline_compile.compile_gate` starts one.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def build(launch: Launch, architecture: int) -> tuple[MachineCode, bytes]:
     """
     if INTERPRETED:
         raise RuntimeError(
-            "kernels are interpreted in this process and can't be compiled here: use labcore.attention.offline_compile.report, "
-            "which starts one that compiles."
+            "kernels are interpreted in this process and can't be compiled here: use "
+            "labcore.attention.offline_compile.compile_gate, which starts one that compiles."
         )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)

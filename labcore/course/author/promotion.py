@@ -25,7 +25,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign 
 # Public symbols of the parts that no notebook builds, each with the reason; a whole module goes by its name.
 KEPT_OUT: dict[str, str] = {
     "attention.backend": "the seam that kernels plug into, and the geometry of a step; notebook 03 uses both as they are",
-    "attention.offline_compile.report": "a tool: the compile gate",
+    "attention.offline_compile.compile_gate": "a tool: the compile gate",
     "attention.transformers_hook": "the plug into transformers",
     "attention.offline_compile.cubin": "a tool: builds a launch and reads its machine code",
     "attention.sample_batch": "tensors to try a kernel on",

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from labcore.attention.backend import AttentionMetadata
-from labcore.attention.kernels.launch import Launch, Scoring, copy_launch, decode_launches, prefill_launch, store_launch
+from labcore.attention.kernels.launch import Launch, ScoreOptions, copy_launch, decode_launches, prefill_launch, store_launch
 from labcore.attention.kernels.tile_sizes import decode_tile, prefill_tile
 from labcore.attention.kernels.triton_mode import triton
 from labcore.attention.offline_compile.cubin import build, cuobjdump
@@ -80,7 +80,7 @@ def launch_of(case: Case) -> Launch:
     if case.kernel == "store_kv":
         k = queries(num_tokens, NUM_KV_HEADS)
         return store_launch(k, k, pool, pool, tensor(num_tokens, dtype=torch.int64))
-    meta = AttentionMetadata(
+    metadata = AttentionMetadata(
         slot_mapping=tensor(num_tokens, dtype=torch.int64),
         block_tables=tensor(num_seqs, 33, dtype=torch.int32),
         seq_lens=tensor(num_seqs, dtype=torch.int32),
@@ -89,15 +89,16 @@ def launch_of(case: Case) -> Launch:
         seq_lens_list=[],
         query_lens_list=[],
     )
-    scoring = Scoring(case.head_dim**-0.5)
+    score_options = ScoreOptions(case.head_dim**-0.5)
     if case.extras:
-        scoring = Scoring(case.head_dim**-0.5, sliding_window=1024, softcap=50.0, sinks=tensor(num_heads))
+        score_options = ScoreOptions(case.head_dim**-0.5, sliding_window=1024, softcap=50.0, sinks=tensor(num_heads))
     if case.kernel == "paged_prefill":
         q, out = queries(num_tokens, num_heads), tensor(num_tokens, num_heads, case.head_dim)
-        return prefill_launch(out, q, pool, pool, meta, scoring, prefill_tile(case.architecture, case.head_dim, dtype))
+        tile = prefill_tile(case.architecture, case.head_dim, dtype)
+        return prefill_launch(out, q, pool, pool, metadata, score_options, tile)
     q, out = queries(num_seqs, num_heads), tensor(num_seqs, num_heads, case.head_dim)
     tile = decode_tile(case.architecture, case.head_dim, dtype, GROUP)
-    decode, reduce = decode_launches(out, q, pool, pool, meta, scoring, tile, SPLITS)
+    decode, reduce = decode_launches(out, q, pool, pool, metadata, score_options, tile, SPLITS)
     return decode if case.kernel == "paged_decode" else reduce
 
 
@@ -132,11 +133,11 @@ def disassemble(case: Case) -> str:
 def build_all(cases: Sequence[Case], workers: int = 2) -> list[dict[str, object]]:
     """Figures of all cases, in their order, from `workers` compiler processes."""
 
-    def work(share: Sequence[Case]) -> list[dict[str, object]]:
-        return json.loads(compiler_process("--worker", request=json.dumps([asdict(case) for case in share])))
+    def work(part: Sequence[Case]) -> list[dict[str, object]]:
+        return json.loads(compiler_process("--worker", request=json.dumps([asdict(case) for case in part])))
 
     with ThreadPoolExecutor(workers) as pool:
-        rows = [row for share in pool.map(work, [cases[i::workers] for i in range(workers)]) for row in share]
+        rows = [row for part in pool.map(work, [cases[i::workers] for i in range(workers)]) for row in part]
     order = {case: i for i, case in enumerate(cases)}
     return sorted(rows, key=lambda row: order[case_of(row)])
 
