@@ -12,7 +12,7 @@ from labcore.engine.request_group import Change, Group
 from labcore.outputs import CompletionOutput, RequestOutput
 from labcore.request import Request
 from labcore.sampling.beam_search import BeamSearch, Hypothesis
-from labcore.sampling.detokenizer import TextStream
+from labcore.sampling.text_stream import TextStream
 from labcore.sampling.token_decoder import TokenDecoder
 
 

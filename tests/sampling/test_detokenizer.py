@@ -13,7 +13,9 @@ from tiny_tokenizers import BYTES, PIECES, SPECIAL, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from labcore.sampling.detokenizer import LONGEST_CHARACTER, REPLACEMENT, Detokenizer, StopStrings, TextStream
+from labcore.sampling.detokenizer import Detokenizer
+from labcore.sampling.stop_strings import StopStrings
+from labcore.sampling.text_stream import LONGEST_CHARACTER, REPLACEMENT, TextStream
 from labcore.sampling.token_decoder import TokenDecoder
 from labcore.sampling_params import SamplingParams
 
