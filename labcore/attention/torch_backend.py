@@ -1,7 +1,7 @@
-"""Paged attention in plain torch: the oracle that the Triton kernels are held to, and the backend on a CPU.
+"""Paged attention in torch: the CPU backend, and the reference for the Triton kernels.
 
-The pages of a sequence are gathered into one dense tensor, and `scaled_dot_product_attention` does the rest. Decoding
-sequences of similar length share one call; each longer piece of a prompt has its own.
+Blocks are gathered into dense K and V for `scaled_dot_product_attention`. Decoding sequences of similar length are
+batched into one call; each prefill chunk is a call of its own.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from labcore.attention.backend import AttentionBackend, AttentionMetadata
 from labcore.kvcache.tensors import KVCache
 
 MIN_LENGTH_RATIO = 0.6
-"""Sequences this close in length share a padded call: a wider spread gathers too much padding, a narrower one makes too
-many small calls."""
+"""Shortest over longest sequence of a padded decode batch: lower gathers more padding, higher makes more calls."""
 
 
 @dataclass
 class AttentionBatch:
-    """Sequences of one attention call: B of them, Q queries and L visible tokens each; Q is 1 unless B is.
+    """One attention call: B sequences, Q queries and L visible tokens each; B = 1 (prefill) or Q = 1 (decode).
 
-    rows    [B * Q] int64   their queries in the flattened batch
-    slots   [B * L] int64   slots to gather; padding repeats the sequence's first slot, so that no foreign row is read
-    mask    [B, 1, Q, L]    added to the scores: 0, or -inf where a query may not look; None if `causal` says it all
-    causal  the queries see each other causally, and there is no history before them
+    rows    [B * Q] int64   the queries' rows in the flattened batch
+    slots   [B * L] int64   slots to gather; padding repeats the sequence's first slot
+    mask    [B, 1, Q, L]    additive, 0 or -inf; None if nothing is masked beyond `causal`
+    causal  causal mask over the queries, without earlier tokens
     """
 
     rows: Tensor
@@ -39,7 +38,7 @@ class AttentionBatch:
 
 
 class TorchAttention(AttentionBackend):
-    """Gather the pages, then attend. What all layers share is worked out once a step and kept until the next one."""
+    """Gather blocks, then attend. Batches and masks are computed once per step and cached for all layers."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
@@ -101,10 +100,10 @@ class TorchAttention(AttentionBackend):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, scaling: float) -> Tensor:
-    """q [B, Hq, Q, D] over k and v [B, Hkv, L, D] → [B, Hq, Q, D], without ever holding all the scores.
+    """q [B, Hq, Q, D] over k and v [B, Hkv, L, D] → [B, Hq, Q, D], without materialising the scores.
 
-    A single query's heads that share a KV head become the rows of one product (GQA packing): K and V are read once for
-    all of them, and not repeated in memory.
+    GQA packing for single queries: the query heads of a KV head are rows of one product, so K and V are read once and
+    not repeated in memory.
     """
     if q.shape[2] > 1:
         return scaled_dot_product_attention(
@@ -117,7 +116,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, scal
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """The same in the open, for scores that are squashed (`softcap`) or share their softmax with `sinks`."""
+    """The same with explicit scores, for `softcap` and `sinks`, which the fused call doesn't support."""
     heads_per_kv = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(heads_per_kv, dim=1) for t in (k, v))
     scores = q.float() @ k.transpose(-1, -2) * scaling
@@ -131,11 +130,11 @@ def plain_attention(
         sink_column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink_column], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights.to(v.dtype) @ v).to(q.dtype)  # a float64 mask has made float64 of them
+    return (weights.to(v.dtype) @ v).to(q.dtype)  # a float64 mask promotes the weights
 
 
 def make_batches(metadata: AttentionMetadata, window: int | None, dtype: torch.dtype) -> list[AttentionBatch]:
-    """Sort the step's sequences into attention calls: see `AttentionBatch` and `MIN_LENGTH_RATIO`."""
+    """Group the step's sequences into attention calls: see `AttentionBatch` and `MIN_LENGTH_RATIO`."""
     decoding = [i for i, n in enumerate(metadata.query_lens_list) if n == 1]
     visible = {i: min(metadata.seq_lens_list[i], window or metadata.seq_lens_list[i]) for i in decoding}
     decoding.sort(key=visible.__getitem__, reverse=True)
@@ -149,7 +148,7 @@ def make_batches(metadata: AttentionMetadata, window: int | None, dtype: torch.d
 
 
 def decode_batch(metadata: AttentionMetadata, seqs: list[int], window: int | None, dtype: torch.dtype) -> AttentionBatch:
-    """One query each for B sequences, padded to the longest of them."""
+    """B decoding sequences, one query each, padded to the longest."""
     device = metadata.seq_lens.device
     index = torch.tensor(seqs, device=device)
     lens = metadata.seq_lens[index].long()
@@ -169,7 +168,7 @@ def decode_batch(metadata: AttentionMetadata, seqs: list[int], window: int | Non
 
 
 def prefill_batch(metadata: AttentionMetadata, seq: int, window: int | None, dtype: torch.dtype) -> AttentionBatch:
-    """A run of queries of one sequence, which see its history and each other causally."""
+    """A prefill chunk: the queries of one sequence, causal over its earlier tokens and each other."""
     device = metadata.seq_lens.device
     num_queries, visible = metadata.query_lens_list[seq], metadata.seq_lens_list[seq]
     history = visible - num_queries
@@ -187,7 +186,7 @@ def prefill_batch(metadata: AttentionMetadata, seq: int, window: int | None, dty
 
 
 def causal_mask(positions: Tensor, query_positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[1, 1, Q, L]: 0 where a query may look, -inf after it and from `window` tokens before it on."""
+    """Additive mask [1, 1, Q, L]: 0 for visible tokens, -inf for later ones and for those `window` or more before."""
     distance = query_positions[:, None] - positions
     hidden = distance < 0
     if window:
@@ -196,6 +195,6 @@ def causal_mask(positions: Tensor, query_positions: Tensor, window: int | None, 
 
 
 def table_slots(metadata: AttentionMetadata, seqs: Tensor, positions: Tensor) -> Tensor:
-    """Slots of token positions [B, L] of sequences [B], looked up in the block tables."""
+    """Slots of token positions [B, L] of sequences [B], by their block tables."""
     blocks = metadata.block_tables[seqs].long().gather(1, positions // metadata.block_size)
     return blocks * metadata.block_size + positions % metadata.block_size

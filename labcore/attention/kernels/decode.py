@@ -1,12 +1,12 @@
-"""Decode: one query per sequence, a long past. The step that an engine spends most of its time in.
+"""Paged decode attention: one query per sequence. Built in notebook 03.
 
-    grid (S, Hkv, splits)            one program: the queries of one sequence that share one KV head
+    grid (S, Hkv, splits)            one program: the query heads of one sequence that share one KV head
 
-    sequence 0 ─ KV head 0 ─ split 0   query heads 0 … G-1 are the rows of one tile, so that each K and V is read once
-                           └ split 1   and not G times (G = Hq / Hkv, padded to 16 rows where tensor cores want them)
+    sequence 0 ─ KV head 0 ─ split 0   GQA packing: query heads 0 … G-1 are the rows of one tile, so each K and V is
+                           └ split 1   read once, not G times (G = Hq / Hkv, padded to 16 rows for tensor cores)
                ─ KV head 1 ─ split 0
-    sequence 1 …                       splits > 1, for few and long sequences: each takes a stretch of the keys, and
-                                       leaves its own result and total; `reduce_splits` puts them together
+    sequence 1 …                       splits > 1 (split-KV), for few long sequences: each split attends to a range of
+                                       keys and writes its output and log-sum-exp; `reduce_splits` combines them
 
 Sources: Ainslie et al. 2023 (GQA), Dao et al. 2023 (Flash-Decoding).
 """
@@ -19,9 +19,9 @@ from labcore.attention.kernels.triton_mode import tl, triton
 
 @triton.jit
 def group_rows(kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The query heads that share a KV head, as the rows of a tile, [ROWS]; and which rows are heads, not padding.
+    """The query heads of a KV head as rows of a tile, [ROWS], and a mask of the rows that aren't padding.
 
-    Query head h belongs to KV head h // GROUP. Built in notebook 03.
+    Query head h belongs to KV head h // GROUP.
     """
     rows = tl.arange(0, ROWS)
     return kv_head * GROUP + rows, rows < GROUP
@@ -29,10 +29,10 @@ def group_rows(kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def split_range(seq_len, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The keys of one split, [begin, end): an equal share, in whole tiles, of those that the window lets a query see.
+    """The keys of one split, [begin, end): an equal share, in whole tiles, of the keys in the sliding window.
 
-    Worked out on the device from the sequence's own length, so that a captured CUDA graph stays right while sequences
-    grow. In a sequence of few tiles some splits get nothing: begin >= end. Built in notebook 03.
+    Computed on the device from the sequence's length, so a captured CUDA graph stays valid while sequences grow. With
+    few tiles some splits are empty: begin >= end.
     """
     first = 0 if WINDOW is None else tl.maximum(seq_len - WINDOW, 0)
     keys_per_split = tl.cdiv(tl.cdiv(seq_len - first, TILE), num_splits) * TILE
@@ -47,8 +47,7 @@ def paged_decode(
 ):
     """Attention of q, [S, Hq, D], over the keys of each sequence, to out, [S, Hq, splits, D].
 
-    log_totals, [S, Hq, splits], gets log2 of each split's sum of exponentials; it is None if there is one split only.
-    Built in notebook 03.
+    log_totals, [S, Hq, splits], receives each split's log-sum-exp (LSE), base 2; None with a single split.
     """
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     heads, valid = group_rows(kv_head, GROUP, ROWS)
@@ -77,10 +76,9 @@ def reduce_splits(
     out, partial, log_totals, out_strides, partial_strides,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """Put the splits of one query head together: out, [S, Hq, D], from partial, [S, Hq, splits, D]. Grid (S, Hq).
+    """Combine the splits of each query head: out, [S, Hq, D], from partial, [S, Hq, splits, D]. Grid (S, Hq).
 
-    A split whose exponentials sum to total_i has the share total_i / sum(total) of the result. Empty ones are not read.
-    Built in notebook 03.
+    Each split is weighted by its share of the sum of exponentials, from its LSE. Empty splits are not read.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)

@@ -1,17 +1,17 @@
-"""Prefill, and any mix of prefill and decode: queries of many sequences in one launch.
+"""Paged prefill attention, and mixed batches of prefill and decode, in one launch. Built in notebook 03.
 
-A row of a tile is a pair (token, head of the group), head fastest: with G query heads per KV head, n query tokens are a
-run of n * G rows, cut into tiles of ROWS. No tile holds rows of two sequences:
+A row of a tile is a pair (token, query head of the group), head fastest: with G query heads per KV head, n query tokens
+are n * G rows, in tiles of ROWS. A tile holds rows of one sequence:
 
-    cu_seqlens [0, 1, 4, 6]: a decodes, b and c are in their prompts        G = 4, ROWS = 8
+    cu_seqlens [0, 1, 4, 6]: a decodes, b and c prefill                     G = 4, ROWS = 8
 
     tile 0           tile 1           tile 2           tile 3           tile 4
     a0a0a0a0         b0b0b0b0b1b1b1b1 b2b2b2b2         (left over)      c0c0c0c0c1c1c1c1
 
     first tile of s:  cu_seqlens[s] * G // ROWS + s      a: 0   b: 4 // 8 + 1 = 1   c: 16 // 8 + 2 = 4
 
-The formula leaves every sequence at least the tiles it needs, and no list of tiles has to travel from the host: a tile
-finds its owner by binary search in cu_seqlens. Tiles that are left over return at once.
+The formula gives every sequence at least the tiles it needs without a tile list from the host: a tile finds its
+sequence by binary search in cu_seqlens. Unneeded tiles return at once.
 
 Source: the query blocks of vLLM's unified Triton attention kernel.
 """
@@ -24,15 +24,15 @@ from labcore.attention.kernels.triton_mode import tl, triton
 
 @triton.jit
 def first_tile(cu_seqlens, seq, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The first tile of sequence `seq`. Built in notebook 03."""
+    """The first tile of sequence `seq`."""
     return tl.load(cu_seqlens + seq) * GROUP // ROWS + seq
 
 
 @triton.jit
 def find_owner(cu_seqlens, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence that a tile belongs to, its tokens [start, stop), and where among its rows the tile begins.
+    """The sequence of a tile, its query tokens [start, stop), and the tile's first row among the sequence's rows.
 
-    The owner is the last sequence whose first tile is not after this one. Built in notebook 03.
+    Binary search for the last sequence whose first tile is not after this one.
     """
     seq, high = 0, num_seqs
     while high - seq > 1:
@@ -49,9 +49,9 @@ def paged_prefill(
     kv_strides, table_stride, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Causal attention of q, [T, Hq, D], over each sequence's history and its own queries; out has q's shape.
+    """Causal attention of q, [T, Hq, D], over each sequence's cached tokens; out has q's shape.
 
-    Grid (T * G // ROWS + S, Hkv). Built in notebook 03.
+    Grid (T * G // ROWS + S, Hkv).
     """
     kv_head = tl.program_id(1)
     seq, start, stop, first_row = find_owner(cu_seqlens, tl.program_id(0), num_seqs, GROUP, ROWS)

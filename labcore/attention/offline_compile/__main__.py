@@ -1,4 +1,4 @@
-"""`python -m labcore.attention.offline_compile`: see report.py."""
+"""`python -m labcore.attention.offline_compile`: see compile_gate.py."""
 
 import sys
 
