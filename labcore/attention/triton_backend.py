@@ -109,9 +109,9 @@ def is_decode(metadata: AttentionMetadata) -> bool:
 def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int, max_programs: int) -> int:
     """Splits per sequence and KV head, a power of two from 1 to MAX_SPLITS (Flash-Decoding).
 
-    The fewest splits at which no split has more keys than MIN_KEYS_PER_SPLIT and an even share of all keys over
-    `max_programs` programs. Many sequences of similar length: 1. One of 32,768 tokens with 8 KV heads on 132
-    processors: 64.
+    The fewest splits at which no split has more keys than an even share of all keys over `max_programs` programs,
+    or than MIN_KEYS_PER_SPLIT if that is larger. Many sequences of similar length: 1. One of 32,768 tokens with 8 KV
+    heads on 132 processors: 64.
     """
     visible = [n if window is None else min(n, window) for n in seq_lens]
     target_keys = max(sum(visible) * num_kv_heads / max_programs, MIN_KEYS_PER_SPLIT)
