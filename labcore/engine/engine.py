@@ -16,7 +16,7 @@ from torch import Tensor
 
 from labcore.config import EngineConfig
 from labcore.engine.active_requests import Registry, sequence_ids
-from labcore.engine.beams import BeamGroup, likeliest
+from labcore.engine.beams import BeamGroup, top_logprobs
 from labcore.engine.completions import Completion, CompletionGroup
 from labcore.engine.invariants import check_integrity
 from labcore.engine.model_runner import ModelRunner
@@ -339,7 +339,7 @@ class Engine:
         sampled = [i for i in range(len(requests)) if i not in set(searched)]
         drawn: dict[int, Drawn] = {}
         counts = [self._served.owners[requests[i].request_id].search.num_candidates for i in searched]
-        drawn.update(zip(searched, likeliest(logits[searched], counts), strict=True))
+        drawn.update(zip(searched, top_logprobs(logits[searched], counts), strict=True))
         drawn.update(zip(sampled, self.sampler(logits[sampled], [requests[i] for i in sampled]), strict=True))
         return [drawn[i] for i in range(len(requests))]
 
