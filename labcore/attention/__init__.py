@@ -1,1 +1,1 @@
-"""Paged attention: the KV store, the geometry of a step, and the backends that attend over block tables."""
+"""Paged attention: attention metadata, the backends that attend over block tables, and their Triton kernels."""

@@ -1,4 +1,4 @@
-"""What an attention backend does: put K and V where the slot mapping says, and attend over block tables."""
+"""The attention backend interface: write K and V by slot mapping, attend over block tables, copy blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from labcore.kvcache.tensors import KVCache
 
 @dataclass
 class AttentionMetadata:
-    """Geometry of one step, shared by all layers. S sequences, T query tokens in all.
+    """Attention metadata of one step, shared by all layers. S sequences, T query tokens in total.
 
-    slot_mapping       [T] int64     slot that each token's K and V go to; -1 is padding and writes nothing
+    slot_mapping       [T] int64     slot of each token's K and V; -1 is padding and writes nothing
     block_tables       [S, max_blocks] int32   rows padded with 0; never read beyond seq_lens
-    seq_lens           [S] int32     tokens visible after this step
+    seq_lens           [S] int32     tokens of each sequence in the cache, this step's included
     cu_seqlens         [S + 1] int32 start of each sequence's queries in the flattened batch
-    seq_lens_list, query_lens_list   the same on the host, so that nobody waits for the device
+    seq_lens_list, query_lens_list   the lengths on the host, to avoid device synchronisation
     """
 
     slot_mapping: Tensor
@@ -36,11 +36,11 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC):
-    """Attention over paged KV. All calls of one step pass the same metadata object."""
+    """Attention over a paged KV cache. All calls of one step pass the same metadata object."""
 
     @abstractmethod
-    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, meta: AttentionMetadata) -> None:
-        """Write k and v, [T, num_kv_heads, head_dim], to the slots of `meta.slot_mapping`; -1 writes nothing."""
+    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+        """Write k and v, [T, num_kv_heads, head_dim], to the slots of `metadata.slot_mapping`; -1 writes nothing."""
 
     @abstractmethod
     def attend(
@@ -48,18 +48,20 @@ class AttentionBackend(ABC):
         cache: KVCache,
         layer: int,
         q: Tensor,
-        meta: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scaling: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of q, [T, num_query_heads, head_dim], over the tokens in the cache; returns q's shape.
+        """Causal attention of q, [T, num_query_heads, head_dim], over the cache; returns q's shape.
 
-        The K and V of the step's own tokens are in the cache already. scaling multiplies the scores; softcap squashes
-        them to softcap * tanh(score / softcap); sliding_window lets a token see itself and window - 1 before it; sinks,
-        [num_query_heads], is one more score per head that takes its share of the softmax and gives nothing.
+        The step's own K and V are already in the cache.
+        scaling          factor of the scores
+        sliding_window   tokens that a query sees, itself included; None: all
+        softcap          scores become softcap * tanh(score / softcap)
+        sinks            [num_query_heads], one more logit per head in the softmax, with a V of 0 (attention sinks)
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A paged batch to measure on: random K and V in shuffled blocks, NaN in every slot that nobody owns."""
+"""A sample batch for kernels: random K and V in shuffled blocks, NaN in every unowned slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labcore.models.layers import LayerShape
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, KV heads and their size."""
+    """Number of query heads and KV heads, and the head size."""
 
     query: int = 32
     kv: int = 8
@@ -24,17 +24,17 @@ class Heads:
 
 @dataclass
 class PagedProblem:
-    """One layer's cache, the geometry of a step, and its queries, [T, Hq, D]."""
+    """One layer's cache, a step's metadata and its queries, [T, Hq, D]."""
 
     cache: KVCache
-    meta: AttentionMetadata
+    metadata: AttentionMetadata
     q: Tensor
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that the step has to read, each once."""
+        """Bytes of K and V that the step reads, each counted once."""
         _, _, num_heads, head_dim = self.cache.k[0].shape
-        return 2 * sum(self.meta.seq_lens_list) * num_heads * head_dim * self.q.element_size()
+        return 2 * sum(self.metadata.seq_lens_list) * num_heads * head_dim * self.q.element_size()
 
 
 def paged_problem(
@@ -45,7 +45,7 @@ def paged_problem(
     block_size: int = 16,
     seed: int = 0,
 ) -> PagedProblem:
-    """Sequences of (tokens in all, queries among them). The queries' own K and V are in the cache already."""
+    """A step over sequences of (total tokens, query tokens). The queries' own K and V are already in the cache."""
     gen = torch.Generator(device=device).manual_seed(seed)
     lens, queries = [length for length, _ in seqs], [query for _, query in seqs]
     counts = [-(-length // block_size) for length in lens]
@@ -64,14 +64,14 @@ def paged_problem(
         pool.flatten(0, 1)[owned] = values.to(dtype)
     ends = torch.tensor([0, *queries], device=device).cumsum(0).to(torch.int32)
     new = torch.cat([row[length - query : length] for row, (length, query) in zip(slots, seqs, strict=True)])
-    meta = AttentionMetadata(new, tables, seq_lens, ends, block_size, lens, queries)
+    metadata = AttentionMetadata(new, tables, seq_lens, ends, block_size, lens, queries)
     q = torch.randn(sum(queries), heads.query, heads.dim, generator=gen, device=device, dtype=torch.float32)
-    return PagedProblem(cache, meta, q.to(dtype))
+    return PagedProblem(cache, metadata, q.to(dtype))
 
 
 def gathered(problem: PagedProblem) -> tuple[Tensor, Tensor]:
-    """K and V of sequences of one length, contiguous, [S, Hkv, L, D]: what attention without paging starts from."""
-    (length,) = set(problem.meta.seq_lens_list)
-    blocks = problem.meta.block_tables.long()
+    """K and V of sequences of one length gathered to contiguous tensors, [S, Hkv, L, D], for dense attention."""
+    (length,) = set(problem.metadata.seq_lens_list)
+    blocks = problem.metadata.block_tables.long()
     dense = [pool[blocks].flatten(1, 2)[:, :length] for pool in (problem.cache.k[0], problem.cache.v[0])]
     return dense[0].transpose(1, 2).contiguous(), dense[1].transpose(1, 2).contiguous()

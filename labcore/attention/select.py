@@ -1,4 +1,4 @@
-"""Which attention backend serves: by name, or one of your own."""
+"""Select an attention backend by name, or use a custom one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BACKENDS = ("auto", "torch", "triton")
 
 
 def select_backend(choice: str | AttentionBackend | type[AttentionBackend], device: torch.device) -> AttentionBackend:
-    """The backend for a device. "auto" takes Triton on a GPU that has it, and torch everywhere else.
+    """The backend for a device. "auto" is Triton on a GPU if it is installed, else torch.
 
-    Raises ValueError for a name that is none, and for "triton" where Triton isn't installed.
+    Raises ValueError for an unknown name, and for "triton" if Triton isn't installed.
     """
     if isinstance(choice, AttentionBackend):
         return choice
@@ -28,6 +28,6 @@ def select_backend(choice: str | AttentionBackend | type[AttentionBackend], devi
         raise ValueError("attention_backend is 'triton', but Triton isn't installed here (Linux only); use 'torch'.")
     if choice == "torch" or (choice == "auto" and not (has_triton and device.type == "cuda")):
         return TorchAttention()
-    from labcore.attention.triton_backend import TritonAttention  # compiles kernels: only where it is wanted
+    from labcore.attention.triton_backend import TritonAttention  # imported on demand: needs Triton
 
     return TritonAttention()

@@ -1,7 +1,7 @@
-"""Where paged attention plugs into transformers: one function, registered by name, called by every layer of a model.
+"""Paged attention as a transformers attention function, registered by name and called by every layer.
 
-Source: transformers' `AttentionInterface`. A model loaded with `attn_implementation=ATTENTION_NAME` hands each layer's
-q, k and v, after their rotary embedding, to `paged_attention`, along with the step that the runner passed to `model()`.
+A model with `attn_implementation=ATTENTION_NAME` passes each layer's q, k and v, rotary embedding applied, to
+`paged_attention`, with the `paged_step` that the runner passed to `model()`. Source: transformers' `AttentionInterface`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ATTENTION_NAME = "labcore_paged"
 
 @dataclass
 class PagedStep:
-    """What a layer needs in order to attend: passed to `model(…, paged_step=…)` and on to every layer."""
+    """Backend, cache and metadata of a step: `model(…, paged_step=…)` passes it to every layer."""
 
     backend: AttentionBackend
     cache: KVCache
-    meta: AttentionMetadata
+    metadata: AttentionMetadata
 
 
 def paged_attention(
@@ -40,16 +40,16 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D] → ([1, T, Hq, D], None). The mask is in the block tables."""
-    backend, cache, meta = paged_step.backend, paged_step.cache, paged_step.meta
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] → ([1, T, Hq, D], None). attention_mask is unused."""
+    backend, cache, metadata = paged_step.backend, paged_step.cache, paged_step.metadata
     layer = module.layer_idx
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    backend.store(cache, layer, k, v, meta)
+    backend.store(cache, layer, k, v, metadata)
     out = backend.attend(
         cache,
         layer,
         q,
-        meta,
+        metadata,
         scaling=q.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
@@ -59,5 +59,5 @@ def paged_attention(
 
 
 def register() -> None:
-    """Make `ATTENTION_NAME` known to transformers. Doing it twice does no harm."""
+    """Register `ATTENTION_NAME` with transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

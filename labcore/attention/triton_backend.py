@@ -1,9 +1,9 @@
-"""The Triton backend: looks at a step's geometry, picks kernel, tile and number of splits, and launches.
+"""The Triton backend: chooses kernel, tile and number of splits by the step's metadata, and launches.
 
-    every sequence brings one query     paged_decode, in one piece or in splits that reduce_splits joins
-    anything else                       paged_prefill: one launch for prompts, pieces of prompts and decodes together
+    one query per sequence     paged_decode; with splits > 1 (Flash-Decoding), reduce_splits combines them
+    any other step             paged_prefill: one launch for prefills, chunks and decodes together
 
-Everything it decides, it decides from numbers that the host has already: no step waits for the device.
+All choices use lengths on the host: no step synchronises with the device. `choose_splits` is built in notebook 03.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from labcore.attention.backend import AttentionBackend, AttentionMetadata
-from labcore.attention.kernels.launch import Launch, Scoring, copy_launch, decode_launches, prefill_launch, store_launch
+from labcore.attention.kernels.launch import Launch, ScoreOptions, copy_launch, decode_launches, prefill_launch, store_launch
 from labcore.attention.kernels.tile_sizes import INTERPRETER, Tile, decode_tile, prefill_tile
 from labcore.attention.kernels.triton_mode import INTERPRETED
 from labcore.kvcache.tensors import KVCache
 
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256
-"""A shorter split costs more to put together than it saves."""
+"""A shorter split costs more to reduce than it saves."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs that a multiprocessor needs at work to keep its share of the memory bus busy."""
+"""Programs per multiprocessor that saturate the memory bandwidth."""
 
 
 class TritonAttention(AttentionBackend):
-    """Paged attention by the kernels of notebook 03, on an NVIDIA GPU or in Triton's interpreter.
+    """Paged attention by Triton kernels, on an NVIDIA GPU or in Triton's interpreter.
 
-    tile, splits   for experiments; None takes them from the table of tiles and from the step's geometry
-    kernels        kernels of your own by their names, "paged_decode" say, that take the place of labcore's
+    tile, splits   for experiments; None: by the table of tile sizes and the step's metadata
+    kernels        replacements of labcore's kernels by name, such as "paged_decode"
     """
 
     def __init__(
@@ -43,46 +43,46 @@ class TritonAttention(AttentionBackend):
         self.splits = splits
         self.kernels = dict(kernels or {})
 
-    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, meta: AttentionMetadata) -> None:
+    def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         check_device(k)
-        self._run(store_launch(k, v, cache.k[layer], cache.v[layer], meta.slot_mapping))
+        self._run(store_launch(k, v, cache.k[layer], cache.v[layer], metadata.slot_mapping))
 
     def attend(
         self,
         cache: KVCache,
         layer: int,
         q: Tensor,
-        meta: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scaling: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`. Raises ValueError where these kernels can't compute what is asked."""
+        """See `AttentionBackend.attend`. Raises ValueError for unsupported devices, dtypes and head sizes."""
         check_device(q)
         check_dtypes(q, cache.k[layer])
         pools = cache.k[layer], cache.v[layer]
-        scoring = Scoring(scaling, sliding_window, softcap, sinks)
+        score_options = ScoreOptions(scaling, sliding_window, softcap, sinks)
         num_kv_heads, head_dim = pools[0].shape[2:]
         group = q.shape[1] // num_kv_heads
         architecture, num_processors = device_facts(q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if is_decode(meta):
+        if is_decode(metadata):
             tile = self.tile or decode_tile(architecture, head_dim, q.dtype, group)
-            at_once = num_processors * PROGRAMS_PER_PROCESSOR
-            splits = self.splits or choose_splits(meta.seq_lens_list, sliding_window, num_kv_heads, at_once)
-            for launch in decode_launches(out, q, *pools, meta, scoring, tile, splits):
+            max_programs = num_processors * PROGRAMS_PER_PROCESSOR
+            splits = self.splits or choose_splits(metadata.seq_lens_list, sliding_window, num_kv_heads, max_programs)
+            for launch in decode_launches(out, q, *pools, metadata, score_options, tile, splits):
                 self._run(launch)
         else:
             tile = self.tile or prefill_tile(architecture, head_dim, q.dtype)
-            self._run(prefill_launch(out, q, *pools, meta, scoring, tile))
+            self._run(prefill_launch(out, q, *pools, metadata, score_options, tile))
         return out
 
     def copy_blocks(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """One launch for all pairs and layers of one shape.
+        """One launch for all pairs and all layers of one shape.
 
-        Programs run in any order, so pairs where one block is both read and written go through a copy of what is read.
+        Programs run in any order, so if a block is both source and destination, sources are first copied aside.
         """
         if not pairs:
             return
@@ -101,28 +101,28 @@ class TritonAttention(AttentionBackend):
         replace(launch, kernel=self.kernels.get(launch.kernel.__name__, launch.kernel)).run()
 
 
-def is_decode(meta: AttentionMetadata) -> bool:
-    """One query for each sequence of the step."""
-    return all(n == 1 for n in meta.query_lens_list)
+def is_decode(metadata: AttentionMetadata) -> bool:
+    """Whether every sequence of the step has one query."""
+    return all(n == 1 for n in metadata.query_lens_list)
 
 
-def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int, at_once: int) -> int:
-    """Into how many programs the keys of one sequence and KV head are cut: a power of two, 1 … MAX_SPLITS.
+def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int, max_programs: int) -> int:
+    """Splits per sequence and KV head, a power of two from 1 to MAX_SPLITS (Flash-Decoding).
 
-    So many that the longest sequence's programs work no longer than an even share of all the keys, if `at_once`
-    programs share them. Many sequences of like length: 1. One of 32,768 tokens with 8 KV heads on 132 processors: 64.
-    Built in notebook 03.
+    The fewest splits at which no split has more keys than an even share of all keys over `max_programs` programs,
+    or than MIN_KEYS_PER_SPLIT if that is larger. Many sequences of similar length: 1. One of 32,768 tokens with 8 KV
+    heads on 132 processors: 64.
     """
     visible = [n if window is None else min(n, window) for n in seq_lens]
-    fair = max(sum(visible) * num_kv_heads / at_once, MIN_KEYS_PER_SPLIT)
+    target_keys = max(sum(visible) * num_kv_heads / max_programs, MIN_KEYS_PER_SPLIT)
     splits = 1
-    while splits < MAX_SPLITS and max(visible) > splits * fair:
+    while splits < MAX_SPLITS and max(visible) > splits * target_keys:
         splits *= 2
     return splits
 
 
 def pools_by_shape(cache: KVCache) -> list[list[Tensor]]:
-    """The cache's tensors, K and V of all layers, grouped by what one launch can serve together."""
+    """The cache's K and V tensors of all layers, grouped by shape, stride and dtype: one launch per group."""
     groups: dict[tuple, list[Tensor]] = {}
     for pool in cache.k + cache.v:
         groups.setdefault((pool.shape, pool.stride(), pool.dtype), []).append(pool)
@@ -148,11 +148,11 @@ def check_device(tensor: Tensor) -> None:
 
 
 def check_dtypes(q: Tensor, cache: Tensor) -> None:
-    """Raises ValueError for dtypes that would be computed wrongly, or not at all."""
+    """Raises ValueError for dtypes that the kernels can't compute, or compute wrongly."""
     if q.dtype != cache.dtype:
         raise ValueError(f"q is {q.dtype}, the KV cache {cache.dtype}: the Triton kernels need one dtype for both.")
     if INTERPRETED and q.dtype == torch.bfloat16:
         raise ValueError(
-            "Triton's interpreter multiplies the bit patterns of bfloat16, which gives nonsense: "
+            "Triton's interpreter multiplies the bit patterns of bfloat16, which gives wrong results: "
             "use float32 or float16 here, or attention_backend='torch'."
         )

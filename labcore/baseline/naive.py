@@ -1,18 +1,18 @@
-"""The KV cache before paging: one contiguous region a request, and batches that wait for their slowest member.
+"""The baseline: a contiguous KV cache, one region per request, and static batching.
 
-Built in notebook 01, to be beaten by the rest of the course. Three ideas, each a few lines:
+Built in notebook 01; `NaiveRequest` and `NaiveScheduler` are built in notebook 04.
 
-    no cache      every new token recomputes the whole text                   generate_without_cache
-    contiguous    K and V are kept, in one unbroken region per request,       RegionAllocator, ContiguousCache,
-                  reserved for the longest text it could ever become          contiguous_attention, generate
-    static batch  requests start together and leave together                  static_batches
-    naive steps   in and out at every step, and no answer to an empty pool    NaiveScheduler (notebook 04)
+    no cache              every new token recomputes the whole sequence       generate_without_cache
+    contiguous KV cache   one contiguous region per request, reserved for     RegionAllocator, ContiguousCache,
+                          its maximum length                                  contiguous_attention, generate
+    static batching       requests start and leave together                   static_batches
+    naive scheduling      iteration-level, without preemption                 NaiveScheduler
 
-    slab     0         8        16        24         ana may grow to 8 tokens and so holds 8 slots from the start;
-             │ ana·····│ bo··   │ cy······│          the dots are reserved and empty. When bo leaves, an 8-token
-             └─ region ┴────────┴─────────┘          hole stays between ana and cy: useless to anyone who asks for 9.
+    buffer   0         8        16        24         ana may grow to 8 tokens, so 8 slots are reserved from the start;
+             │ ana·····│ bo··   │ cy······│          dots are reserved and empty (internal fragmentation). When bo ends,
+             └─ region ┴────────┴─────────┘          its hole serves no request of 9 (external fragmentation).
 
-Regions, batches in steps and the shares of waste are plain arithmetic; only the cache and `generate` need torch.
+Allocator, batch simulation and waste are plain arithmetic; only the cache and `generate` need torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from labcore.workload.traces import TraceRequest
 def generate_without_cache(
     model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> list[int]:
-    """Greedy tokens for one prompt, the whole text sent through the model for each of them. Built in notebook 01.
+    """Greedy decoding without a KV cache: each new token is a forward pass over the whole sequence.
 
-    A prompt of P tokens and N new ones cost P + (P + 1) + … + (P + N - 1) tokens of work: quadratic in the length.
+    P prompt and N new tokens cost P + (P + 1) + … + (P + N - 1) token forwards: quadratic in the length.
     Ends after `max_tokens`, or with the first token in `stop_ids`, which is kept.
     """
     model.set_attn_implementation("eager")
@@ -51,9 +51,9 @@ def generate_without_cache(
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of KV cache that one token takes: a key and a value per layer and KV head. Built in notebook 01.
+    """Bytes of KV cache per token: a key and a value per layer and KV head.
 
-    Query heads don't count: with grouped-query attention several of them read the same KV head.
+    Query heads don't count: in grouped-query attention several share a KV head.
     """
     return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes
 
@@ -67,11 +67,11 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one request's newest tokens over all it has so far. Built in notebook 01.
+    """Causal attention of one request's newest tokens over all its tokens.
 
     q: [Hq, T, D], the last T of the L tokens. k, v: [Hkv, L, D]. Returns [Hq, T, D].
     With g = Hq / Hkv, query heads g·h … g·h + g - 1 read KV head h (grouped-query attention).
-    sliding_window: tokens that a query sees, itself included. softcap: bound on the size of a score.
+    sliding_window: tokens that a query sees, itself included. softcap: bound on the absolute score.
     """
     num_kv_heads, num_tokens, _ = k.shape
     q = q.unflatten(0, (num_kv_heads, -1))
@@ -86,12 +86,12 @@ def attend(
 
 
 class OutOfSlots(RuntimeError):
-    """No stretch of slots is as long as what was asked for. Nothing was taken. Built in notebook 01."""
+    """No hole is large enough. Nothing was allocated."""
 
 
 @dataclass(frozen=True, order=True)
 class Region:
-    """`size` neighbouring slots from `start` on. Built in notebook 01."""
+    """`size` contiguous slots from `start`."""
 
     start: int
     size: int
@@ -102,10 +102,10 @@ class Region:
 
 
 class RegionAllocator:
-    """Hands out contiguous regions of a slab of slots, first fit. Built in notebook 01.
+    """First-fit allocator of contiguous regions in a buffer of slots.
 
-    `holes` are the free regions, in order of `start`; no two of them touch, so that free space is in as few pieces as
-    the living regions allow. It can still be in many: that is external fragmentation.
+    `holes` are the free regions, sorted by `start`; adjacent holes are merged. Free space may still be scattered over
+    many holes: external fragmentation.
 
         ana ana ana  ·  bo bo  ·  ·  cy cy cy cy        3 slots free, and no room for 3 in a row
     """
@@ -125,9 +125,9 @@ class RegionAllocator:
         return max((hole.size for hole in self.holes), default=0)
 
     def allocate(self, size: int) -> Region:
-        """Take the front of the first hole that is large enough.
+        """Allocate the front of the first hole of at least `size` slots.
 
-        Raises OutOfSlots, and takes nothing, if no single hole is: even when the holes together would do.
+        Raises OutOfSlots, and changes nothing, if no single hole is large enough.
         """
         if size < 1:
             raise ValueError(f"size is {size!r}; it must be at least 1.")
@@ -142,13 +142,13 @@ class RegionAllocator:
         )
 
     def free(self, region: Region) -> None:
-        """Make the region a hole again, and one hole with the holes that it touches.
+        """Free a region and merge it with adjacent holes.
 
-        Raises ValueError, and changes nothing, if a slot of it is free already or lies outside the slab.
+        Raises ValueError, and changes nothing, if a slot of it is free or outside the buffer.
         """
         inside = 0 <= region.start < region.stop <= self.num_slots
         if not inside or any(hole.start < region.stop and region.start < hole.stop for hole in self.holes):
-            raise ValueError(f"{region} is not allocated: it overlaps a hole, or leaves the slab.")
+            raise ValueError(f"{region} is not allocated: it overlaps a hole, or leaves the buffer.")
         merged: list[Region] = []
         for hole in sorted([*self.holes, region]):
             if merged and merged[-1].stop == hole.start:
@@ -159,10 +159,10 @@ class RegionAllocator:
 
 
 class ContiguousCache:
-    """K and V of every layer, in one slab of slots; each request owns one region of it. Built in notebook 01.
+    """K and V of every layer in one buffer of slots; each request owns one region of it.
 
-    k[layer], v[layer]: [num_slots, num_kv_heads, head_dim]. A request's tokens lie in a row from its region's start, so
-    that all it has is one slice of the slab: nothing to look up and nothing to copy. That is what paging gives up.
+    k[layer], v[layer]: [num_slots, num_kv_heads, head_dim]. A request's tokens are contiguous from the start of its
+    region, so its K and V are a slice of the buffer: no lookup, no gather. Paging gives that up.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class ContiguousCache:
     def extend(
         self, layer: int, region: Region, num_stored: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new tokens behind the region's first `num_stored`, and return keys and values of all tokens so far.
+        """Write new tokens after the region's first `num_stored`; returns the keys and values of all its tokens.
 
-        k, v: [Hkv, T, D]. Returns two views of the slab, [Hkv, num_stored + T, D].
-        Raises OutOfSlots, and writes nothing, if the tokens would run over the region's end into a neighbour.
+        k, v: [Hkv, T, D]. Returns two views of the buffer, [Hkv, num_stored + T, D].
+        Raises OutOfSlots, and writes nothing, if the region is too small.
         """
         first, stop = region.start + num_stored, region.start + num_stored + k.shape[1]
         if stop > region.stop:
@@ -198,10 +198,10 @@ class ContiguousCache:
 
 @dataclass
 class StaticBatch:
-    """Where the rows of one batch live, and how far each has come. Built in notebook 01.
+    """The regions of a batch's rows and the state of each row.
 
-    num_stored: tokens of each row in the cache before this pass. num_new: its tokens in this pass; they are the last
-    columns of the row, and whatever stands left of them is padding.
+    num_stored: tokens of each row in the cache before this pass. num_new: its tokens in this pass, in the row's last
+    columns; the columns to their left are padding.
     """
 
     cache: ContiguousCache
@@ -224,10 +224,10 @@ def contiguous_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, as transformers calls it, over the regions of a static batch. Built in notebook 01.
+    """Attention of one layer over the regions of a static batch; transformers' attention interface.
 
-    q: [B, Hq, T, D]; k, v: [B, Hkv, T, D], the new tokens' only. Returns ([B, T, Hq, D], None). Padding is neither
-    stored nor attended to; its rows come out as zeros, and nobody reads them.
+    q: [B, Hq, T, D]; k, v: [B, Hkv, T, D], of the new tokens. Returns ([B, T, Hq, D], None). Padding is neither stored
+    nor attended to; its outputs are zeros.
     """
     if s_aux is not None:
         raise ValueError("the model's attention has sinks (s_aux), which this cache can't serve: use LLM.")
@@ -243,10 +243,9 @@ def contiguous_attention(
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make prompts of many lengths one rectangle: token ids and positions, both [B, longest]. Built in notebook 01.
+    """Left-pad prompts to token ids and positions, both [B, longest].
 
-    The padding goes to the left, so that the last column holds every row's newest token. Its id and position are 0 and
-    mean nothing.
+    The last column holds every row's newest token. Padding has id 0 and position 0; both are ignored.
     """
     longest = max((len(prompt) for prompt in prompts), default=0)
     ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -257,9 +256,9 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 def greedy_step(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, batch: StaticBatch
 ) -> torch.Tensor:
-    """One pass over the new tokens of all rows, which puts them into the cache. Built in notebook 01.
+    """One forward pass over the new tokens of all rows; writes their K and V to the cache.
 
-    ids, positions: [B, T]. Returns the likeliest next token of each row, [B, 1], and moves the batch on by one step.
+    ids, positions: [B, T]. Returns the likeliest next token of each row, [B, 1], and advances the batch by one step.
     """
     out = model(
         input_ids=ids, position_ids=positions, static_batch=batch,
@@ -279,14 +278,13 @@ def generate(
     max_len: int,
     stop_ids: Collection[int] = (),
 ) -> list[list[int]]:
-    """Greedy tokens for each prompt, computed as one static batch. Built in notebook 01.
+    """Greedy decoding of all prompts as one static batch.
 
-    Every request reserves `max_len` slots, whatever it needs. All rows start together; those that are done keep their
-    seats and go on being computed until the last one is, which is what makes the batch static.
-    A row ends after `max_tokens`, or with the first token in `stop_ids`, which is kept.
+    Every request reserves `max_len` slots. All rows start together; finished rows stay in the batch, and are computed,
+    until the last row is finished. A row ends after `max_tokens`, or with the first token in `stop_ids`, which is kept.
 
-    Raises ValueError if a prompt is empty or could outgrow `max_len`, OutOfSlots if the slab can't hold the batch. The
-    regions are given back, whatever happens.
+    Raises ValueError if a prompt is empty or could exceed `max_len`, OutOfSlots if the buffer can't hold the batch. All
+    regions are freed in any case.
     """
     lengths, room = [len(prompt) for prompt in prompts], max_len - max_tokens
     if not all(1 <= length <= room for length in lengths):
@@ -314,18 +312,17 @@ def generate(
 
 
 def slot_steps(request: TraceRequest, steps: int) -> int:
-    """Slots that a request fills, summed over its first `steps` steps. Built in notebook 01.
+    """Slots filled by a request, summed over its first `steps` steps.
 
-    In the first step its prompt is stored, in each that follows one token more.
+    The first step stores the prompt, each later step one token more.
     """
     return steps * request.prompt_tokens + steps * (steps - 1) // 2
 
 
 def reservation_waste(requests: Sequence[TraceRequest], reserved: int) -> float:
-    """Share of what is reserved that holds nothing, over the whole life of the requests. Built in notebook 01.
+    """Internal fragmentation: the share of reserved slot-steps that hold no token.
 
-    Each request holds `reserved` slots for as many steps as it has output tokens. Requests that could never fit are
-    left out, as a server would refuse them.
+    Each request reserves `reserved` slots for one step per output token. Requests longer than that are left out.
     """
     fitting = [request for request in requests if request.prompt_tokens + request.output_tokens <= reserved]
     filled = sum(slot_steps(request, request.output_tokens) for request in fitting)
@@ -333,11 +330,8 @@ def reservation_waste(requests: Sequence[TraceRequest], reserved: int) -> float:
 
 
 @dataclass(frozen=True)
-class Stay:
-    """One request's region, and the steps `start` up to, not including, `stop` for which it holds it.
-
-    Built in notebook 01.
-    """
+class Residency:
+    """A request's region and the steps [start, stop) for which it holds it."""
 
     request: TraceRequest
     region: Region
@@ -345,47 +339,49 @@ class Stay:
     stop: int
 
 
-def pack(requests: Sequence[TraceRequest], num_slots: int, reserve: Callable[[TraceRequest], int]) -> list[Stay]:
-    """Serve a log from one slab, as many requests at a time as find a region. Built in notebook 01.
+def simulate_first_fit(
+    requests: Sequence[TraceRequest], num_slots: int, reserve: Callable[[TraceRequest], int]
+) -> list[Residency]:
+    """Simulate serving a log from one buffer with first-fit allocation.
 
-    reserve: how many slots a request asks for. All requests wait from the start, in order; the first in line holds up
-    the others until somebody leaves a hole that is large enough for it. A request stays one step per output token.
-    Raises OutOfSlots if one of them wouldn't even fit into the empty slab.
+    reserve: slots that a request reserves. All requests arrive at step 0 and are admitted in order: the head of the
+    queue blocks the rest until a hole is large enough for it. A request holds its region one step per output token.
+    Raises OutOfSlots if a request doesn't fit the empty buffer.
     """
-    allocator, now, leaving, stays = RegionAllocator(num_slots), 0, [], []
+    allocator, now, leaving, residencies = RegionAllocator(num_slots), 0, [], []
     for request in requests:
         size = reserve(request)
         while allocator.largest_hole < size and leaving:
             now, _, region = heappop(leaving)
             allocator.free(region)
-        stay = Stay(request, allocator.allocate(size), now, now + request.output_tokens)
-        heappush(leaving, (stay.stop, len(stays), stay.region))
-        stays.append(stay)
-    return stays
+        residency = Residency(request, allocator.allocate(size), now, now + request.output_tokens)
+        heappush(leaving, (residency.stop, len(residencies), residency.region))
+        residencies.append(residency)
+    return residencies
 
 
-def memory_shares(stays: Sequence[Stay], num_slots: int) -> dict[str, float]:
-    """How the slab was used while requests were waiting for it, as shares of its slot-steps. Built in notebook 01.
+def memory_breakdown(residencies: Sequence[Residency], num_slots: int) -> dict[str, float]:
+    """Breakdown of the buffer's slot-steps while requests wait, as shares that sum to 1.
 
-    "tokens": slots that held one. "reserved": held by a request, and empty. "free": in holes, while somebody waited.
-    Counted up to the last admission, since after it nobody waits and holes are no loss; to the end, if nobody ever did.
+    "tokens": slots that hold a token. "reserved": reserved and empty (internal fragmentation). "free": in holes
+    (external fragmentation). Counted up to the last admission, or to the end if no request ever waited.
     """
-    end = max(stay.start for stay in stays) or max(stay.stop for stay in stays)
+    end = max(residency.start for residency in residencies) or max(residency.stop for residency in residencies)
     tokens = held = 0
-    for stay in stays:
-        steps = min(stay.stop, end) - stay.start
-        tokens += slot_steps(stay.request, steps)
-        held += steps * stay.region.size
+    for residency in residencies:
+        steps = min(residency.stop, end) - residency.start
+        tokens += slot_steps(residency.request, steps)
+        held += steps * residency.region.size
     total = num_slots * end
     return {"tokens": tokens / total, "reserved": (held - tokens) / total, "free": 1 - held / total}
 
 
 def static_batches(requests: Sequence[TraceRequest], batch_size: int, names: Sequence[str] | None = None) -> list[Span]:
-    """Serve a log in static batches: who waits, works and idles when, in steps. Built in notebook 01.
+    """Simulate static batching: the spans in which each request waits, prefills, decodes and idles, in steps.
 
-    Requests are taken `batch_size` at a time, in order. A batch starts when its last member has arrived (`arrival`, in
-    steps) and the batch before has left, and it leaves when its longest member is done. Until then the others are idle:
-    finished, with their seats held. The first step is prefill and gives the first token.
+    Batches of `batch_size` requests, in order. A batch starts when its last request has arrived (`arrival`, in steps)
+    and the previous batch has ended; it ends with its longest request. Until then finished requests idle in the batch.
+    The first step is prefill and yields the first token.
     """
     names = names or [f"r{index}" for index in range(len(requests))]
     spans: list[Span] = []
@@ -403,8 +399,8 @@ def static_batches(requests: Sequence[TraceRequest], batch_size: int, names: Seq
     return spans
 
 
-def busy_share(spans: Sequence[Span]) -> float:
-    """Share of the seats' time that is work (prefill and decode), not idling. Built in notebook 01."""
+def utilization(spans: Sequence[Span]) -> float:
+    """Batch utilization: prefill and decode time as a share of prefill, decode and idle time."""
     time = dict.fromkeys(("prefill", "decode", "idle"), 0.0)
     for span in spans:
         if span.state in time:
@@ -413,7 +409,7 @@ def busy_share(spans: Sequence[Span]) -> float:
 
 
 def padding_share(requests: Sequence[TraceRequest], batch_size: int) -> float:
-    """Share of the prompt rectangles that is padding, in static batches. Built in notebook 01."""
+    """Share of padding in the prefill of static batches."""
     real = padded = 0
     for first in range(0, len(requests), batch_size):
         lengths = [request.prompt_tokens for request in requests[first : first + batch_size]]
@@ -423,7 +419,7 @@ def padding_share(requests: Sequence[TraceRequest], batch_size: int) -> float:
 
 @dataclass(eq=False)
 class NaiveRequest:
-    """A request as the naive scheduler sees it: how long it is, and the blocks it holds. Built in notebook 04."""
+    """A request of the naive scheduler: its lengths and its blocks."""
 
     name: str
     prompt: int
@@ -437,11 +433,11 @@ class NaiveRequest:
 
 
 class NaiveScheduler:
-    """In and out at every step, as tutorials have it; its faults are kept, to be beaten. Built in notebook 04.
+    """Iteration-level scheduling as in tutorials, with its faults.
 
-    It lets a request in while there are blocks for its prompt, and looks no further. When the pool is empty it warns,
-    and counts the token all the same; a request larger than the pool blocks the queue for ever; blocks come out of a `set`,
-    so that no two processes give the same ones; nobody is preempted, and nobody is more urgent than another.
+    Admission looks at the prompt's blocks only. When the pool is empty, it warns and counts the token without a block;
+    a request larger than the pool blocks the queue forever; blocks come from a `set`, so block ids differ between
+    processes; there is no preemption and no priority.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -452,7 +448,7 @@ class NaiveScheduler:
         self.warnings: list[str] = []
 
     def step(self) -> list[str]:
-        """Let in, give each a token, let go. Returns the names of those who gained one."""
+        """Admit, add one token to each running request, free the finished ones. Returns the names that got a token."""
         while self.waiting and -(-self.waiting[0].prompt // self.block_size) <= len(self.free):
             self.admit(self.waiting.pop(0))
         for request in self.running:
@@ -464,13 +460,13 @@ class NaiveScheduler:
         return gained
 
     def admit(self, request: NaiveRequest) -> None:
-        """Blocks for the prompt."""
+        """Allocate blocks for the prompt."""
         request.num_tokens = request.prompt
         request.blocks = [self.free.pop() for _ in range(-(-request.prompt // self.block_size))]
         self.running.append(request)
 
     def grow(self, request: NaiveRequest) -> None:
-        """One token more, and a block if the last one is full."""
+        """Add a token, and a block if the last one is full."""
         request.num_tokens += 1
         if request.num_tokens > len(request.blocks) * self.block_size:
             if self.free:

@@ -13,7 +13,7 @@ from labcore.models.token_decoder import TokenDecoder
 from labcore.outputs import CompletionOutput, RequestOutput
 from labcore.request import Request
 from labcore.sampling.beam_search import BeamSearch, Hypothesis
-from labcore.sampling.detokenizer import TextStream
+from labcore.sampling.text_stream import TextStream
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class BeamGroup(Group):
         return child
 
 
-def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
+def top_logprobs(logits: Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
     """For each row of logits, [S, V], its `counts[i]` likeliest (token id, log-probability)."""
     logprobs = logits.float().log_softmax(-1)
     values, ids = torch.topk(logprobs, min(max(counts), logits.shape[-1]), dim=-1)

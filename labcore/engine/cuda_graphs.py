@@ -87,34 +87,34 @@ class DecodeGraphs:
         self.cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self.rows = torch.arange(largest, dtype=torch.int64, device=device)
 
-    def serves(self, meta: AttentionMetadata) -> bool:
+    def serves(self, metadata: AttentionMetadata) -> bool:
         """True for a step in which every sequence brings one query, if a bucket is large enough."""
-        lens = meta.query_lens_list
+        lens = metadata.query_lens_list
         return len(lens) <= self.sizes[-1] and all(n == 1 for n in lens)
 
-    def run(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> Tensor:
+    def run(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Logits of a decode step of n requests, [1, n, vocabulary]. They are overwritten by the next step."""
-        n = len(meta.query_lens_list)
+        n = len(metadata.query_lens_list)
         size = next(size for size in self.sizes if size >= n)
-        self._fill(n, size, input_ids, positions, meta)
+        self._fill(n, size, input_ids, positions, metadata)
         if size not in self.buckets:
             self.buckets[size] = Bucket(*self.capture(lambda: self._forward(size)))
         bucket = self.buckets[size]
         bucket.replay()
         return bucket.logits[:, :n]
 
-    def _fill(self, n: int, size: int, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+    def _fill(self, n: int, size: int, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> None:
         self.input_ids[:n] = input_ids
         self.positions[:n] = positions
-        self.slot_mapping[:n] = meta.slot_mapping
-        self.block_tables[:n, : meta.block_tables.shape[1]] = meta.block_tables
-        self.seq_lens[:n] = meta.seq_lens
+        self.slot_mapping[:n] = metadata.slot_mapping
+        self.block_tables[:n, : metadata.block_tables.shape[1]] = metadata.block_tables
+        self.seq_lens[:n] = metadata.seq_lens
         self.slot_mapping[n:size] = -1
         self.seq_lens[n:size] = 0
 
     def _forward(self, size: int) -> Tensor:
         """The forward pass over the buffers. The lengths on the host, as long as they may get, choose the splits."""
-        meta = AttentionMetadata(
+        metadata = AttentionMetadata(
             slot_mapping=self.slot_mapping[:size],
             block_tables=self.block_tables[:size],
             seq_lens=self.seq_lens[:size],
@@ -123,7 +123,7 @@ class DecodeGraphs:
             seq_lens_list=[self.max_model_len] * size,
             query_lens_list=[1] * size,
         )
-        return self.forward(self.input_ids[:size], self.positions[:size], meta, self.rows[:size])
+        return self.forward(self.input_ids[:size], self.positions[:size], metadata, self.rows[:size])
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:

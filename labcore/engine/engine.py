@@ -22,7 +22,7 @@ from torch import Tensor
 
 from labcore.config import EngineConfig
 from labcore.engine.active_requests import Registry, sequence_ids
-from labcore.engine.beams import BeamGroup, likeliest
+from labcore.engine.beams import BeamGroup, top_logprobs
 from labcore.engine.completions import Completion, CompletionGroup
 from labcore.engine.exclusive import Exclusive
 from labcore.engine.faults import Faults
@@ -39,7 +39,7 @@ from labcore.recorder import Recorder
 from labcore.request import Request, RequestStatus
 from labcore.sampling.beam_search import BeamSearch
 from labcore.sampling.detokenizer import Detokenizer
-from labcore.sampling.sampler import SampledToken, Sampler, SamplingError, check_best, draw_sound_rows
+from labcore.sampling.sampler import SampledToken, Sampler, SamplingError, check_finite, draw_sound_rows
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 from labcore.scheduler.budget import AdaptiveBudget
 from labcore.scheduler.plan import SchedulerOutput
@@ -435,9 +435,9 @@ class Engine:
         sampled = [i for i in range(len(requests)) if i not in set(searched)]
         drawn: dict[int, Drawn] = {}
         beams = [requests[i] for i in searched]
-        check_best(logits[searched].amax(dim=-1), beams)
+        check_finite(logits[searched].amax(dim=-1), beams)
         counts = [self._served.owners[beam.request_id].search.num_candidates for beam in beams]
-        drawn.update(zip(searched, likeliest(logits[searched], counts), strict=True))
+        drawn.update(zip(searched, top_logprobs(logits[searched], counts), strict=True))
         drawn.update(zip(sampled, self.sampler(logits[sampled], [requests[i] for i in sampled]), strict=True))
         return [drawn[i] for i in range(len(requests))]
 

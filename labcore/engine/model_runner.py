@@ -55,23 +55,23 @@ class ModelRunner:
         """
         self.backend.copy_blocks(self.cache, plan.block_copies)
         batch = [(requests[request_id], n) for request_id, n in plan.num_scheduled_tokens.items()]
-        input_ids, positions, meta = self._flatten(batch)
-        last = meta.cu_seqlens[1:].long() - 1
+        input_ids, positions, metadata = self._flatten(batch)
+        last = metadata.cu_seqlens[1:].long() - 1
         caught_up = [i for i, (request, n) in enumerate(batch) if n == request.num_uncomputed_tokens]
-        if self.graphs is not None and len(caught_up) == len(batch) and self.graphs.serves(meta):
-            return [request for request, _ in batch], self.graphs.run(input_ids, positions, meta)[0].float()
+        if self.graphs is not None and len(caught_up) == len(batch) and self.graphs.serves(metadata):
+            return [request for request, _ in batch], self.graphs.run(input_ids, positions, metadata)[0].float()
         keep = last if len(caught_up) == len(batch) else last[caught_up or [0]]  # a model must be asked for one row at least
-        logits = self._forward(input_ids, positions, meta, keep)[0].float()
+        logits = self._forward(input_ids, positions, metadata, keep)[0].float()
         return [batch[i][0] for i in caught_up], logits[: len(caught_up)]
 
-    def _forward(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata, keep: Tensor) -> Tensor:
+    def _forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, keep: Tensor) -> Tensor:
         return self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],
             attention_mask=None,
             use_cache=False,
             logits_to_keep=keep,
-            paged_step=PagedStep(self.backend, self.cache, meta),
+            paged_step=PagedStep(self.backend, self.cache, metadata),
         ).logits
 
     def _flatten(self, batch: list[tuple[Request, int]]) -> tuple[Tensor, Tensor, AttentionMetadata]:
@@ -90,7 +90,7 @@ class ModelRunner:
             query_lens.append(n)
         widest = max(len(request.table.blocks) for request, _ in batch)
         tables = [request.table.blocks + [0] * (widest - len(request.table.blocks)) for request, _ in batch]
-        meta = AttentionMetadata(
+        metadata = AttentionMetadata(
             slot_mapping=self._tensor(slots, torch.int64),
             block_tables=self._tensor(tables, torch.int32),
             seq_lens=self._tensor(seq_lens, torch.int32),
@@ -99,7 +99,7 @@ class ModelRunner:
             seq_lens_list=seq_lens,
             query_lens_list=query_lens,
         )
-        return self._tensor(ids, torch.int64), self._tensor(positions, torch.int64), meta
+        return self._tensor(ids, torch.int64), self._tensor(positions, torch.int64), metadata
 
     def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from labcore.config import EngineConfig
 from labcore.kvcache.blocks import BlockPool
 from labcore.models import LoadedModel
-from labcore.sampling.detokenizer import special_stops
+from labcore.sampling.stop_strings import special_stops
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 
 

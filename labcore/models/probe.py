@@ -1,15 +1,13 @@
-"""Ask a model what its attention does, instead of believing its name.
+"""Probe a model's attention: detect by running it whether a paged KV cache can serve it.
 
-Three forward passes over three tokens, with an attention function of our own that writes down how it is called and
-returns zeros:
+Three forward passes over three tokens, with an attention function that records its calls and returns zeros:
 
-    engine   the call that the engine makes: two sequences in one flattened batch, [a b] [a] at positions 0 1 0, without
-             mask and cache → the shape of each layer; both a's must get the same keys, or position_ids were ignored
-    leak     the same with c b a. Attention gave zeros, so b and the second a can't know; if their logits change all the
-             same, something besides attention mixes tokens (state-space layer, convolution, token shift), and what it
-             remembers would live outside the KV cache
-    masks    one sequence a b c, and now the model builds its masks, but at positions that we choose, up to a million
-             → a window, a chunk or a bidirectional span shows, however wide it is
+    engine   the engine's call: two sequences in one flattened batch, [a b] [a] at positions 0 1 0, without mask and
+             cache → the shape of each layer; both a's must get equal keys, or position_ids are ignored
+    leak     the same with c b a. Attention returns zeros, so the logits of b and the second a must not change; if they
+             do, another layer mixes tokens (state-space, convolution, token shift), with state outside the KV cache
+    masks    one sequence a b c with the model's own masks, sampled at chosen positions up to a million → detects
+             sliding windows, chunks and bidirectional spans of any width
 """
 
 from __future__ import annotations
@@ -29,23 +27,23 @@ from labcore.models.layers import LayerShape
 
 PROBE = "labcore_probe"  # without a mask function, as in the engine: transformers then builds no mask at all
 PROBE_MASKS = "labcore_probe_masks"
-TOKENS = (5, 7, 11)  # a, b, c: clear of the special tokens that some models embed as zeros
+TOKENS = (5, 7, 11)  # a, b, c: not special tokens, which some models embed as zeros
 
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux", "dropout"}
-"""Arguments of an attention call that the engine puts into effect (dropout is 0 in eval mode)."""
+"""Arguments of an attention call that the engine implements (dropout is 0 in eval mode)."""
 
 HARMLESS = {
     *("position_ids", "position_embeddings", "cache_position", "layer_idx", "is_causal"),
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", PROBE),
 }
-"""Arguments that change nothing here: rotary positions went in before the call, `is_causal` is checked by itself."""
+"""Arguments without effect: rotary embedding is already applied, and `is_causal` is checked separately."""
 
 MEANINGS = {
     "position_bias": "adds a position bias to its attention scores",
     "indices": "attends to tokens that it selects for each query (sparse attention)",
     "block_indices": "attends to blocks that it selects for each query (sparse attention)",
 }
-"""What an argument that the engine does not put into effect would have done."""
+"""Arguments that the engine doesn't implement, with their effect."""
 
 registration = threading.Lock()  # transformers' registries belong to the whole process: one probe at a time
 
@@ -56,7 +54,7 @@ class AttentionCall:
 
     layer_idx: int | None
     num_query_heads: int
-    key: Tensor  # [1, num_kv_heads, T, head_dim]; held, so that no other layer's K can get its address
+    key: Tensor  # [1, num_kv_heads, T, head_dim]; kept alive so that its address stays unique
     value_shape: torch.Size
     mask: Any
     is_causal: bool
@@ -64,11 +62,11 @@ class AttentionCall:
     kwargs: frozenset[str]  # names of the arguments that were not None
 
 
-class Recorder:
-    """Stands in for attention: remembers each call and returns zeros, so that no token learns about another."""
+class AttentionProbe:
+    """An attention function that records its calls and returns zeros, so no information passes between tokens."""
 
     def __init__(self, positions: Tensor) -> None:
-        self.positions = positions  # [P] int64, where masks are sampled
+        self.positions = positions  # [P] int64, at which masks are sampled
         self.calls: list[AttentionCall] = []
 
     def attend(
@@ -91,7 +89,7 @@ class Recorder:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def sample_mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
-        """The mask function: who sees whom at our positions, bool [1, 1, P, P], in place of [1, 1, T, T]."""
+        """The mask function: the mask at the sampled positions, bool [1, 1, P, P], instead of [1, 1, T, T]."""
         zero = self.positions.new_zeros(())
         visible = mask_function(zero, zero, self.positions[:, None], self.positions[None, :])
         return visible.expand(1, 1, len(self.positions), len(self.positions))
@@ -99,7 +97,7 @@ class Recorder:
     def run(
         self, model: PreTrainedModel, tokens: list[int], positions: list[int] | None
     ) -> tuple[Tensor, list[AttentionCall]]:
-        """One forward pass as the engine makes it: the logits of the last two tokens, and the attention calls."""
+        """One forward pass as in the engine: the logits of the last two tokens, and the recorded calls."""
         self.calls = []
         output = model(
             input_ids=torch.tensor([tokens], device=model.device),
@@ -113,13 +111,13 @@ class Recorder:
 
 
 def probe(model: PreTrainedModel) -> list[LayerShape]:
-    """The shape of each attention layer of `model`, in the order of the forward pass.
+    """The shape of each attention layer of `model`, in forward order.
 
-    `model` is in eval mode; its attention implementation is put back. Raises `UnsupportedModel` where the model does
-    something that the engine would not do.
+    `model` is in eval mode; its attention implementation is restored. Raises `UnsupportedModel` if the model needs
+    something that the engine doesn't implement.
     """
     model_type = model.config.model_type
-    recorder = Recorder(sample_positions(model.config).to(model.device))
+    recorder = AttentionProbe(sample_positions(model.config).to(model.device))
     a, b, c = TOKENS
     with attention_calls_go_to(recorder, model) as use, torch.no_grad():
         try:
@@ -143,13 +141,13 @@ def probe(model: PreTrainedModel) -> list[LayerShape]:
 
 def faults(
     model: PreTrainedModel,
-    recorder: Recorder,
+    recorder: AttentionProbe,
     calls: list[AttentionCall],
     masked_calls: list[AttentionCall],
     logits: Tensor,
     other_logits: Tensor,
 ) -> Iterator[str]:
-    """What the three passes say against the model, as phrases that go on from "it ..."; none for a good one."""
+    """Reasons to reject the model after the three passes, as phrases that continue "it …"; empty if supported."""
     num_layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", len(calls))
     if [call.layer_idx for call in calls] != list(range(num_layers)) or len(masked_calls) != num_layers:
         yield f"does not call attention once in each of its {num_layers} layers, in order"
@@ -169,7 +167,7 @@ def faults(
 
 
 def call_faults(call: AttentionCall) -> Iterator[str]:
-    """What one attention call asks for that a backend would not do."""
+    """Unsupported features of one attention call."""
     key_shape, layer = call.key.shape, call.layer_idx
     if PROBE not in call.kwargs:
         yield "does not hand keyword arguments through to its attention"
@@ -184,10 +182,10 @@ def call_faults(call: AttentionCall) -> Iterator[str]:
         yield MEANINGS.get(name, f"passes {name!r} to its attention, which the engine does not know")
 
 
-def mask_faults(call: AttentionCall, recorder: Recorder) -> Iterator[str]:
-    """How the mask of one call differs from the only one that the engine applies: causal, within the sliding window."""
+def mask_faults(call: AttentionCall, recorder: AttentionProbe) -> Iterator[str]:
+    """Differences between a call's mask and the engine's: causal, within the sliding window."""
     if call.mask is None:
-        return  # it leaves causality to the attention function
+        return  # causality is left to the attention function
     layer, positions = call.layer_idx, recorder.positions
     distance = positions[:, None] - positions[None, :]
     expected = ((distance >= 0) & (distance < (call.sliding_window or 2**62)))[None, None]
@@ -201,8 +199,8 @@ def mask_faults(call: AttentionCall, recorder: Recorder) -> Iterator[str]:
 
 
 @contextmanager
-def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterator[Callable[[str], None]]:
-    """Register the recorder under both names; yield what selects one; put the model back at the end."""
+def attention_calls_go_to(recorder: AttentionProbe, model: PreTrainedModel) -> Iterator[Callable[[str], None]]:
+    """Register the probe under both names; yields a function that selects one; restores the model at the end."""
     before = model.config._attn_implementation
     with registration:
         AttentionInterface.register(PROBE, recorder.attend)
@@ -215,8 +213,8 @@ def attention_calls_go_to(recorder: Recorder, model: PreTrainedModel) -> Iterato
 
 
 def sample_positions(config: Any) -> Tensor:
-    """Positions at which a mask can't hide its kind, [P] int64: the first 64, and each power of two and each size
-    that the config names, with its neighbours, as far as the model's positions go."""
+    """Positions at which every kind of mask shows, [P] int64: the first 64, and all powers of two and sizes in the
+    config with their neighbours, up to the model's maximum position."""
     text_config = config.get_text_config(decoder=True)
     limit = getattr(text_config, "max_position_embeddings", None) or 2**20
     sizes = [v for v in text_config.to_dict().values() if isinstance(v, int)] + [2**k for k in range(6, 21)]
@@ -225,7 +223,7 @@ def sample_positions(config: Any) -> Tensor:
 
 
 def close(x: Tensor, y: Tensor) -> bool:
-    """Equal up to the rounding of `x`'s dtype, measured against its largest element."""
+    """Equal up to the rounding of `x`'s dtype, relative to its largest element."""
     tolerance = max(1e-5, 16 * torch.finfo(x.dtype).eps)
     scale = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

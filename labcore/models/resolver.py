@@ -1,4 +1,4 @@
-"""From the name that a user gives to the place where a model's files are."""
+"""Resolve a model name to a folder or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def resolve(name: str | Path) -> Path | str:
-    """The folder of a model, or the Hugging Face id under which transformers will find it.
+    """The folder of a model, or its Hugging Face id for transformers to load.
 
-    name   "smollm2-135m" (fetched if it is not in the cache yet), a folder, or a Hugging Face id
+    name   "smollm2-135m" (downloaded if not cached), a folder, or a Hugging Face id
 
-    Raises ModelError if the folder is not there or holds no model, ValueError if `name` can't be any of the three.
+    Raises ModelError if the folder doesn't exist or holds no model, ValueError if `name` is none of the three.
     """
     if not isinstance(name, (str, Path)) or not str(name).strip():
         raise ValueError(f"model is {name!r}; it must be {DEFAULT_MODEL!r}, a folder, or a Hugging Face id.")
@@ -34,7 +34,7 @@ def resolve(name: str | Path) -> Path | str:
 
 
 def checked_folder(folder: Path) -> Path:
-    """`folder`, once it is sure that transformers can load it. Raises ModelError that says what is missing."""
+    """`folder`, if it has a config and weights. Raises ModelError that says what is missing."""
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} has no config.json — pass a folder that save_pretrained() wrote, or a copy of one from the hub."

@@ -1,8 +1,8 @@
-"""What can't be served from a paged KV cache, and why: told from the config, before any weights are read.
+"""Unsupported architectures, rejected by config before any weights are read.
 
-A paged cache keeps, for each layer and token, one K and one V, and attention sees all earlier tokens of the sequence or
-those in a sliding window. Models that remember in another way, or whose masks mean more than that, would speak nonsense
-here, so they are refused by name. What a config can't tell, `labcore.models.probe` finds out by running the model.
+A paged KV cache holds one K and one V per layer and token, and attention is causal, over all earlier tokens or a sliding
+window. Architectures with other state (SSMs, cross-attention) or other masks (ALiBi, chunked attention) are rejected.
+What a config doesn't tell, `labcore.models.probe` finds by running the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAMILIES = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), STATE),
     **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h"), STATE),
 }
-"""Families whose config gives the reason away in its name alone."""
+"""Model types rejected by name, with the reason."""
 
 PAGEABLE_LAYERS = ("full_attention", "sliding_attention")
 LAYER_KINDS = {
@@ -31,13 +31,13 @@ LAYER_KINDS = {
     "mamba": STATE,
     "conv": "has convolution layers, whose memory has no blocks to page",
 }
-"""Why a kind of layer can't be served, by its name in `config.layer_types`."""
+"""Unsupported entries of `config.layer_types`, with the reason."""
 
 
 def check_supported(config: Any) -> None:
-    """Raise `UnsupportedModel`, naming the model type and the reason, if the config alone rules the model out.
+    """Raise `UnsupportedModel`, with model type and reason, if the config rules the model out.
 
-    `config` is a transformers config, or a model that has one.
+    config   a transformers config, or a model that has one
     """
     config = getattr(config, "config", config)
     for reason in refusals(config):
@@ -45,7 +45,7 @@ def check_supported(config: Any) -> None:
 
 
 def refusals(config: Any) -> Iterator[str]:
-    """The reasons against a config, as phrases that go on from "it ..."; nothing for one that may be served."""
+    """Reasons to reject a config, as phrases that continue "it …"; empty for a supported one."""
     if config.is_encoder_decoder:
         yield "is an encoder–decoder: its decoder also attends to an encoder's output"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -1,4 +1,4 @@
-"""A second object for a model that is in memory: the same weights, everything else of its own."""
+"""A view of a model in memory: shared weights, its own config, modules and hooks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 
 def view_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A model over the very parameters and buffers of `model`, in eval mode, with its own config, modules and hooks.
+    """A model that shares the parameters and buffers of `model`, in eval mode, with its own config, modules and hooks.
 
-    So an engine can choose how its view attends while the owner trains `model`, or generates with it. Weights that are
-    changed in place change for both; a parameter that is replaced by another one is replaced in that model alone.
+    The engine sets the attention implementation of its view without affecting `model`, which may be trained meanwhile.
+    In-place changes of weights apply to both; a replaced parameter is replaced in that model only.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return deepcopy(model, shared).eval()

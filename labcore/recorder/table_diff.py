@@ -150,7 +150,6 @@ class BlockLedger:
             self.hashed.update(blocks)
             events.append(("cached", tracked.number, blocks, {"hashes": list(hashes)}))
 
-
     def note_forgotten(
         self, blocks: Iterable[int], hash_of: Callable[[int], Any] | None, events: list[RareEvent]
     ) -> None:

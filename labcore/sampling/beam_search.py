@@ -1,15 +1,13 @@
-"""Beam search: keep the few likeliest texts alive, and let the others go. Built in notebook 05.
+"""Beam search over candidate log-probabilities, independent of model and KV cache. Built in notebook 05.
 
-The search itself knows no model and no memory: it is given candidates and says who lives on, from whom.
-
-    beams            candidates                          the best 2 that go on          who they come from
+    beams            candidates                          next beams (width 2)           parent
     "the"   -0.5     "the cat" -1.2   "the dog" -1.6     "the cat"  -1.2                beam 0
     "a"     -0.9     "a cat"   -2.5   "a bird"  -1.5     "a bird"   -1.5                beam 1
 
-In the engine a beam is a request. One that goes on in two ways is forked, and one that goes on in none is dropped: its
-blocks change owners, and no key or value is ever moved, but for a partly filled tail that two beams want to write.
+In the engine a beam is a sequence: a parent of several branches is forked, a parent of none is freed. Blocks are
+shared; only a partly filled last block that two beams write to is copied.
 
-Source: the algorithm and its end are those of transformers' beam search; Kwon et al. 2023, section 4.4, for the sharing.
+Sources: transformers' beam search (algorithm, stopping rule); Kwon et al. 2023, section 4.4 (sharing).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from labcore.sampling_params import BeamSearchParams
 
 @dataclass(frozen=True)
 class Beam:
-    """A text on its way: output tokens and the sum of their log-probabilities (natural log). Built in notebook 05."""
+    """An unfinished sequence: output tokens and the sum of their log-probabilities (natural log)."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -30,7 +28,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A text that is finished. Built in notebook 05.
+    """A finished sequence.
 
     score           logprob / len(token_ids) ** length_penalty
     finish_reason   "stop" or "length"
@@ -44,18 +42,18 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Branch:
-    """A beam of the next round: the number of the beam that it continues, the token that it adds. Built in notebook 05."""
+    """A beam of the next step: the index of its parent beam, and the token that it appends."""
 
     parent: int
     token_id: int
 
 
 class BeamSearch:
-    """One search, round by round. Built in notebook 05.
+    """One beam search, advanced step by step.
 
-    params          width and length penalty
-    eos_token_ids   tokens that finish a text; ignored if the params say so
-    max_tokens      output tokens at which every text is finished
+    params          beam width and length penalty
+    eos_token_ids   tokens that finish a sequence; unused with params.ignore_eos
+    max_tokens      output tokens at which a sequence is finished
     """
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: Collection[int], max_tokens: int) -> None:
@@ -67,14 +65,14 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of its likeliest tokens each beam must offer: enough to go on even if all the best are end tokens."""
+        """Top tokens needed per beam: enough to fill the beams even if the best candidates are all EOS."""
         return max(2, 1 + len(self.eos_token_ids)) * self.params.beam_width
 
     @property
     def done(self) -> bool:
-        """No beam is left, or as many texts are finished as were asked for and no beam can do better any more.
+        """No beam is left, or beam_width hypotheses are finished and none scores below the best beam.
 
-        As in transformers, what a beam can still reach is judged by its score as it stands.
+        As in transformers, a beam's current score is taken for the best that it can reach.
         """
         if not self.beams:
             return True
@@ -83,10 +81,10 @@ class BeamSearch:
         return self._score(self.beams[0].token_ids, self.beams[0].logprob) <= self.finished[-1].score
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Branch]:
-        """One round: the beams of the next one, best first.
+        """Advance by one step; returns the next beams, best first.
 
-        candidates   for each beam, `num_candidates` of its likeliest (token id, log-probability)
-        A text that ends counts only if it is among the best `beam_width` of the round.
+        candidates   per beam, its top `num_candidates` (token id, log-probability)
+        A candidate that ends a sequence counts only if it ranks among the step's best `beam_width`.
         """
         ranked = sorted(
             (-(beam.logprob + logprob), parent, token_id)
@@ -108,7 +106,7 @@ class BeamSearch:
         return branches
 
     def best(self) -> list[Hypothesis]:
-        """The best texts, best first; while the search goes on, the beams stand in for what is not finished yet."""
+        """The best `beam_width` hypotheses, best first; unfinished beams are included while the search runs."""
         running = [
             Hypothesis(b.token_ids, b.logprob, self._score(b.token_ids, b.logprob), "")
             for b in self.beams

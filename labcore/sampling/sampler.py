@@ -1,25 +1,24 @@
-"""From logits to tokens, for a whole batch at once.
+"""Sampling: logits to tokens, for a whole batch at once.
 
-Each row of the logits goes down the same line of small functions, in vLLM's order; a row skips those it doesn't use:
+Logits processors run in vLLM's order; a row skips those that it doesn't use:
 
-    logits ─ ban_end_tokens ─ apply_penalties ─┬─ argmax ──────────────────────────────────────→ greedy token
-             (min_tokens)                      └─ apply_temperature ─ apply_min_p ─ apply_top_k ─ draw → token
-                                                                                                (top_p)
-(transformers applies min_p last instead: there top_p counts tokens that min_p is about to drop.)
+    logits ─ mask_eos ─ apply_penalties ─┬─ argmax ────────────────────────────→ greedy token
+           (min_tokens)                  └─ apply_temperature ─ apply_min_p ─ apply_top_k
+                                            ─ sample_exponential_race (top_p) ─→ sampled token
 
-From the temperature on a row is a row of *weights*, unnormalised probabilities: the likeliest token weighs 1, a token
-that is out weighs 0, and nothing ever needs their sum to be 1. Truncation keeps or drops equal weights together, so
-that the outcome never hangs on the order in which a sort leaves ties.
+(transformers applies min_p last: its top_p counts tokens that min_p then drops.)
 
-A draw is a race: token i arrives after E_i / w_i with E_i ~ Exp(1), and the first one home has won with probability
-w_i / Σ w (the Gumbel-max trick, without the logarithm). E_i is a hash of (seed, output position, token id). So
+From the temperature on a row holds *weights*, unnormalised probabilities: 1 for the likeliest token, 0 for a masked
+one. Truncation keeps or drops equal weights together, so the result doesn't depend on how a sort orders ties.
 
-- there is no generator to keep: a request that is preempted and comes back draws what it would have drawn;
-- the row, the rest of the batch and the device have no say;
-- *nearly* equal logits give equal tokens. The same sum of products comes out different in its last bits when the batch
-  around it changes: on SmolLM2 in float32 by 7e-6 a logit. At temperature 1 that changes 2 tokens in a million. The
-  obvious way to draw, one uniform number looked up in the cumulative distribution, would change 1,800, because an
-  error anywhere in the vocabulary moves all boundaries after it: one text of 128 tokens in five would differ.
+Sampling is an exponential race: token i arrives at E_i / w_i with E_i ~ Exp(1), and the first arrival is token i with
+probability w_i / Σ w (the Gumbel-max trick without the logarithm). E_i is a hash of (seed, output position, token id):
+
+- no generator state: a preempted request samples the same tokens when it resumes;
+- the token doesn't depend on the row, the batch or the device;
+- *nearly* equal logits give equal tokens. Changing the batch changes the last bits of a logit, on SmolLM2 in float32 by
+  7e-6. At temperature 1 that changes 2 tokens in a million. Inverse-CDF sampling would change 1,800, because an error
+  anywhere in the vocabulary shifts all later boundaries: one text of 128 tokens in five would differ.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from torch import Tensor
 
 from labcore.request import Request
 
-SALT = 0x9E3779B97F4A7C15  # keeps the keys of small seeds apart from those of small token ids
-CHUNK = 2**19  # logits worked on at once: the temporaries of 10 rows of a 49k vocabulary stay in a CPU's cache
+SALT = 0x9E3779B97F4A7C15  # separates the keys of small seeds from those of small token ids
+CHUNK = 2**19  # logits processed at once: the temporaries of 10 rows of a 49k vocabulary fit a CPU's cache
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One row's token. The rest is None unless the request asked for logprobs.
+    """One row's token. The other fields are None unless the request asked for logprobs.
 
-    logprob    natural log of the model's own probability, before penalties, temperature and truncation
-    logprobs   {token id: logprob}: the likeliest ones, best first, ties by id; then the token itself if it isn't there
-    rank       1 for the model's likeliest token, 2 for the next, …
+    logprob    log-probability (natural log) from the raw logits, before penalties, temperature and truncation
+    logprobs   {token id: logprob} of the top tokens, best first, ties by id; then the sampled token if not among them
+    rank       1 for the token with the largest logit, 2 for the next, …
     """
 
     token_id: int
@@ -57,9 +56,9 @@ Drawn = TypeVar("Drawn")
 
 
 class SamplingError(RuntimeError):
-    """Some rows have no sound best logit. Nothing was drawn; the other requests can be sampled again without these.
+    """Some rows have no finite largest logit. No row was sampled; retry without the requests in `request_ids`.
 
-    why: the reason, for people
+    why: the reason, in one sentence
     """
 
     def __init__(self, request_ids: list[str], why: str) -> None:
@@ -69,7 +68,7 @@ class SamplingError(RuntimeError):
 
 
 class Sampler:
-    """Chooses the next token of every request in a batch. Keeps nothing that a draw depends on."""
+    """Samples the next token of every request in a batch. Holds no random state."""
 
     def __init__(self, eos_token_ids: Iterable[int]) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
@@ -77,53 +76,53 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        """One token for each row.
+        """One token per row.
 
-        logits     [S, V], any float dtype, as the model gave them; left as they are
-        requests   S of them, in the order of the rows; only read
-        Raises SamplingError, and chooses nothing, if the best logit of a row is NaN or infinite.
+        logits     [S, V], any float dtype, raw; not modified
+        requests   S, in row order; not modified
+        Raises SamplingError, and samples nothing, if the largest logit of a row is NaN or infinite.
         """
         if logits.dim() != 2 or len(logits) != len(requests):
             raise ValueError(f"logits have shape {tuple(logits.shape)}; it must be [{len(requests)}, V], one row each.")
         if not requests:
             return []
-        best, choice = logits.max(dim=-1)  # all that a plain greedy row costs
-        check_best(best, requests)
+        best, choice = logits.max(dim=-1)  # the whole cost of a plain greedy row
+        check_finite(best, requests)
         token_ids = choice.tolist()
-        drawn = [i for i, request in enumerate(requests) if not request.params.is_greedy]
+        sampled = [i for i, request in enumerate(requests) if not request.params.is_greedy]
         edited = [i for i, request in enumerate(requests) if request.params.is_greedy and self._is_edited(request)]
-        for choose, rows in ((self._draw, drawn), (self._best_allowed, edited)):
+        for choose, rows in ((self._sample, sampled), (self._best_allowed, edited)):
             for some in chunks(rows, logits):
-                chosen = choose(logits[some].float(), [requests[i] for i in some])  # indexing by a list copies
+                chosen = choose(logits[some].float(), [requests[i] for i in some])  # a copy: list indexing
                 for row, token_id in zip(some, chosen.tolist(), strict=True):
                     token_ids[row] = token_id
-        return report(logits, token_ids, requests)
+        return attach_logprobs(logits, token_ids, requests)
 
     def _is_edited(self, request: Request) -> bool:
         params = request.params
         return params.has_penalties or len(request.output_token_ids) < params.min_tokens
 
     def _edit(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        logits = ban_end_tokens(logits, requests, self.eos_token_ids)
+        logits = mask_eos(logits, requests, self.eos_token_ids)
         logits = apply_penalties(logits, requests)
-        check_best(logits.amax(dim=-1), requests, "min_tokens bans every token that the model allows")
+        check_finite(logits.amax(dim=-1), requests, "min_tokens bans every token that the model allows")
         return logits
 
     def _best_allowed(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         return self._edit(logits, requests).argmax(dim=-1)
 
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         logits = self._edit(logits, requests)
         weights = apply_temperature(logits, [request.params.temperature for request in requests])
         weights = apply_min_p(weights, [request.params.min_p for request in requests])
         weights = apply_top_k(weights, [request.params.top_k for request in requests])
         keys = row_keys([request.seed for request in requests], [len(request.output_token_ids) for request in requests])
         noise = exponential_noise(keys.to(weights.device), self._keys_of_tokens(weights))
-        return draw(weights, noise, [request.params.top_p for request in requests])
+        return sample_exponential_race(weights, noise, [request.params.top_p for request in requests])
 
     def _keys_of_tokens(self, weights: Tensor) -> Tensor:
         if len(self._token_keys) != weights.shape[-1] or self._token_keys.device != weights.device:
-            self._token_keys = mix(torch.arange(1, weights.shape[-1] + 1, device=weights.device))
+            self._token_keys = murmur_finalize(torch.arange(1, weights.shape[-1] + 1, device=weights.device))
         return self._token_keys
 
 
@@ -152,42 +151,42 @@ def draw_sound_rows(
     return results
 
 
-def check_best(
+def check_finite(
     best: Tensor,
     requests: Sequence[Request],
     why: str = "its logits hold NaN or infinity, so the model's arithmetic broke down",
 ) -> None:
-    """Raise SamplingError if any row's best logit, [S], is NaN or infinite: then the row has no best token at all."""
+    """Raise SamplingError if a row's largest logit, [S], is NaN or infinite."""
     sound = torch.isfinite(best).tolist()
     if not all(sound):
         raise SamplingError([request.request_id for request, ok in zip(requests, sound, strict=True) if not ok], why)
 
 
 def chunks(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
-    """The rows in portions whose temporaries stay in a CPU's cache; a GPU takes all at once."""
+    """Split rows into chunks whose temporaries fit a CPU's cache; on a GPU one chunk."""
     size = len(rows) if logits.is_cuda else CHUNK // logits.shape[-1]
     size = max(1, size)
     return (rows[i : i + size] for i in range(0, len(rows), size))
 
 
-def ban_end_tokens(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:
-    """Before min_tokens, put whatever could end the request at -inf. Works in place on [R, V].
+def mask_eos(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:
+    """Before min_tokens, set EOS and stop token ids to -inf. In place on [R, V].
 
-    The model's end tokens are banned under ignore_eos, too, as in vLLM: text that goes on after one is rarely wanted.
+    EOS is masked under ignore_eos, too, as in vLLM.
     """
     for row, request in enumerate(requests):
         if len(request.output_token_ids) < request.params.min_tokens:
-            banned = [i for i in (*eos_token_ids, *request.params.stop_token_ids) if i < logits.shape[-1]]
-            logits[row, banned] = -torch.inf
+            stops = [i for i in (*eos_token_ids, *request.params.stop_token_ids) if i < logits.shape[-1]]
+            logits[row, stops] = -torch.inf
     return logits
 
 
 def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Make tokens that were seen before less (or more) likely. Works in place on [R, V], touching seen tokens only.
+    """Repetition, frequency and presence penalties, in place on the seen tokens of [R, V].
 
-    repetition            tokens of prompt or output: a positive logit is divided by it, a negative one multiplied
-    frequency, presence   tokens of the output alone: minus frequency · count, minus presence once
-    Source: Keskar et al. 2019 (CTRL) for repetition; the other two are the OpenAI API's.
+    repetition            prompt and output tokens: positive logits are divided by it, negative ones multiplied
+    frequency, presence   output tokens: minus frequency · count, minus presence once
+    Sources: Keskar et al. 2019 (CTRL) for repetition; the OpenAI API for the other two.
     """
     rows, token_ids, counts = [], [], []
     for row, request in enumerate(requests):
@@ -211,9 +210,9 @@ def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 
 def apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Weights exp((logit - best logit) / temperature), [R, V]: the likeliest token weighs 1. Works in place.
+    """Weights exp((logit - largest logit) / temperature), [R, V], in place: the likeliest token weighs 1.
 
-    Subtracting first keeps everything finite at any temperature above 0.
+    Subtracting first keeps the weights finite at any temperature above 0.
     """
     limits = torch.finfo(logits.dtype)
     scale = torch.tensor(temperatures, dtype=torch.float64).clamp(limits.tiny, limits.max)  # neither 0/0 nor inf/inf
@@ -222,7 +221,7 @@ def apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def apply_min_p(weights: Tensor, min_p: Sequence[float]) -> Tensor:
-    """Drop tokens below min_p times the likeliest token's probability, which weighs 1. Works in place on [R, V].
+    """Drop tokens below min_p times the likeliest token's weight, which is 1. In place on [R, V].
 
     Source: Nguyen et al. 2024 (Turning Up the Heat).
     """
@@ -232,7 +231,7 @@ def apply_min_p(weights: Tensor, min_p: Sequence[float]) -> Tensor:
 
 
 def apply_top_k(weights: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Keep the k heaviest tokens of each row, and any as heavy as the k-th; 0 keeps all. Works in place on [R, V].
+    """Keep the k heaviest tokens of each row and ties with the k-th; 0 keeps all. In place on [R, V].
 
     Source: Fan et al. 2018 (Hierarchical Neural Story Generation).
     """
@@ -245,16 +244,16 @@ def apply_top_k(weights: Tensor, top_k: Sequence[int]) -> Tensor:
     return weights
 
 
-def draw(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
-    """One token a row, [R] int64: the winner of the race among the row's nucleus. May change weights, [R, V].
+def sample_exponential_race(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
+    """Sample one token per row, [R] int64, from its nucleus (top_p). May modify weights, [R, V].
 
-    noise   [R, V], independent draws from Exp(1); token i arrives after noise[i] / weights[i], at weight 0 never
-    top_p   the nucleus of a row is the fewest heaviest tokens that hold this share of its weight, and any as heavy
-            as the last of them; 1 is everything
-    Nothing is sorted. A token is in the nucleus if all that is heavier falls short of the share: one sum tells. If the
-    winner isn't in, nothing lighter is; strike those out along with it, and see who came in first of the rest. Most
-    rows need one round, a flat one a handful.
-    Source: Holtzman et al. 2020 (nucleus sampling); FlashInfer's sorting-free sampling (2025) for drawing by rejection.
+    noise   [R, V], independent samples of Exp(1); token i arrives at noise[i] / weights[i], never if its weight is 0
+    top_p   the nucleus is the smallest set of heaviest tokens with this share of the row's weight, and ties with the
+            last of them; 1 is the whole row
+    No sort. A token is in the nucleus if the tokens heavier than it hold less than the share, which takes one sum. If
+    the first arrival is outside, so is every lighter token: all of them are rejected and the race is run among the
+    rest. Most rows take one round, a flat one a handful.
+    Sources: Holtzman et al. 2020 (nucleus sampling); FlashInfer 2025 (sorting-free rejection sampling).
     """
     token_ids = (noise / weights).argmin(dim=-1)
     rows = torch.tensor([row for row, p in enumerate(top_p) if p < 1], dtype=torch.int64, device=weights.device)
@@ -271,33 +270,33 @@ def draw(weights: Tensor, noise: Tensor, top_p: Sequence[float]) -> Tensor:
 
 
 def exponential_noise(row_keys: Tensor, token_keys: Tensor) -> Tensor:
-    """Draws from Exp(1), [R, V] float32, that depend on nothing but row_keys [R] and token_keys [V], both int64."""
-    bits = mix(token_keys ^ row_keys[:, None])
+    """Samples of Exp(1), [R, V] float32, determined by row_keys [R] and token_keys [V], both int64."""
+    bits = murmur_finalize(token_keys ^ row_keys[:, None])
     uniform = bits.float().abs_().mul_(2.0**-63)
-    uniform.clamp_(2.0**-64, 1 - 2.0**-24)  # the draw must be neither 0 nor infinite: 0 / 0 and inf / inf have no order
+    uniform.clamp_(2.0**-64, 1 - 2.0**-24)  # noise is neither 0 nor infinite: 0 / 0 and inf / inf have no order
     return uniform.neg_().log1p_().neg_()
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """A 64-bit key for each (seed, output position), [R] int64: neighbours in either give unrelated keys."""
+    """A 64-bit hash of each (seed, output position), [R] int64; neighbouring inputs give unrelated keys."""
     signed = [((seed ^ SALT) + 2**63) % 2**64 - 2**63 for seed in seeds]
-    return mix(mix(torch.tensor(signed)) + torch.tensor(positions))
+    return murmur_finalize(murmur_finalize(torch.tensor(signed)) + torch.tensor(positions))
 
 
-def mix(bits: Tensor) -> Tensor:
-    """Scramble int64s one to one: any change of the input turns over about half of the output's upper bits.
+def murmur_finalize(bits: Tensor) -> Tensor:
+    """A bijective hash of int64s: changing one input bit flips about half of the output's upper bits.
 
-    Source: the finaliser of MurmurHash3 (Appleby), up to its last step, which would only repair the lower bits.
+    Source: MurmurHash3's 64-bit finalizer (Appleby) without its last xor-shift, which mixes the lower bits only.
     """
-    low = 2**31 - 1  # torch shifts the sign in from the left; the hash wants zeros
+    low = 2**31 - 1  # the hash needs a logical shift, torch's is arithmetic
     bits = bits ^ (bits >> 33).bitwise_and_(low)
     bits.mul_(-49064778989728563)  # 0xFF51AFD7ED558CCD as a signed number; products wrap around
     bits.bitwise_xor_((bits >> 33).bitwise_and_(low))
     return bits.mul_(-4265267296055464877)  # 0xC4CEB9FE1A85EC53
 
 
-def report(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) -> list[SampledToken]:
-    """The chosen tokens, with log-probabilities where they were asked for; logits [S, V] as the model gave them."""
+def attach_logprobs(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) -> list[SampledToken]:
+    """The sampled tokens, with logprobs for the requests that ask for them; logits [S, V], raw."""
     tokens = [SampledToken(token_id) for token_id in token_ids]
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
     if not asked:
@@ -319,10 +318,9 @@ def report(logits: Tensor, token_ids: list[int], requests: Sequence[Request]) ->
 
 
 def top_tokens(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """(token id, logit) of each row's `count` best or a few more, best first, ties by id; logits [R, V].
+    """(token id, logit) of each row's top `count` tokens and ties with the last, best first, ties by id; logits [R, V].
 
-    topk alone leaves open which of several equal logits it returns, so all that reach the least of its values are
-    fetched and put in order.
+    Which of several equal logits topk returns is unspecified, so all that reach its smallest value are sorted.
     """
     least = logits.topk(min(max(count, 1), logits.shape[-1]), dim=-1).values[:, -1:]
     rows, ids = (logits >= least).nonzero(as_tuple=True)

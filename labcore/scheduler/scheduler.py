@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 
 from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.kvcache.prefix import PrefixCache
@@ -118,8 +119,8 @@ class Scheduler:
         self._step += 1
         plan = SchedulerOutput(self._step)
         self.chunking.begin_step()
-        self._let_an_urgent_one_in(plan)
-        budget = self._schedule_running(plan, self.max_num_batched_tokens)
+        budget = self._let_an_urgent_one_in(plan, self.max_num_batched_tokens)
+        budget = self._schedule_running(plan, budget)
         if not plan.preempted:  # what was just taken from one request must not go to a newcomer
             self._schedule_waiting(plan, budget)
         if not plan.num_scheduled_tokens:
@@ -139,70 +140,110 @@ class Scheduler:
             request.num_preemptions += 1
             self.waiting.push(request)
 
-    def _let_an_urgent_one_in(self, plan: SchedulerOutput) -> None:
-        """Let the first of the waiting in at the cost of others, if it outranks them and needs what they hold.
+    def _let_an_urgent_one_in(self, plan: SchedulerOutput, budget: int) -> int:
+        """Preempt lower-priority running requests if that admits the head of the waiting queue. Returns the budget left.
 
-        One newcomer a step: a burst of urgent requests must not empty the batch at once.
+        Requests that it may not preempt lose nothing to it: those before it take their tokens and blocks for this step
+        first, and what the others still need stays reserved. So nothing is preempted in vain: the head computes tokens in
+        this very step, and keeps its blocks. One a step: a burst of urgent requests must not empty the batch at once.
         """
-        if not (self.waiting and self.running):
-            return
-        urgent = self.waiting.peek()
-        if not self.policy.outranks(urgent, self.running[-1]):
-            return
+        urgent = self.waiting.peek() if self.waiting else None
+        if urgent is None or not any(self.policy.outranks(urgent, request) for request in self.running):
+            return budget
+        budget = self._schedule_running(plan, budget, ahead_of=urgent)
+        if plan.preempted:  # blocks are short already
+            return budget
         cached = self.prefix_cache.match(urgent)
-        missing = self._blocks_missing(urgent, cached) - self.pool.num_free
+        victims = self._victims_for(urgent, cached)
+        if victims is None:
+            return budget
+        decoding = self._num_decoding(self.running, plan) - self._num_decoding(victims, plan)
+        n = self._first_tokens(urgent, cached, max(0, budget - decoding))
+        if n == 0:
+            return budget
+        self._join(self.waiting.pop(), cached)
+        for victim in victims:
+            self._preempt(victim, plan)
+        self._reserve(urgent, n, plan)
+        return budget - n
+
+    def _victims_for(self, urgent: Request, cached: list[int]) -> list[Request] | None:
+        """The requests to preempt so that the urgent one fits beside all that it may not preempt; None if it can't."""
+        keeping, yielding = [], []
+        for request in self.running:
+            (yielding if self.policy.outranks(urgent, request) else keeping).append(request)
+        missing = self._blocks_missing(urgent, cached) + self._blocks_spoken_for(keeping) - self.pool.num_free
+        if missing > sum(len(request.table.blocks) for request in yielding):  # the cheap half of the answer first
+            return None
         self.pool.touch(cached)  # what the urgent one has found doesn't come free when its other owners go
         try:
-            victims = self._victims(urgent, missing)
+            return self._victims(urgent, missing)
         finally:
             self.pool.free(cached[::-1])
-        if victims is not None:
-            self.waiting.pop()
-            self._join(urgent, cached)
-            for victim in victims:
-                self._preempt(victim, plan)
 
     def _victims(self, urgent: Request, missing: int) -> list[Request] | None:
-        """Whom to push out so that the urgent one has a slot and `missing` more blocks, the least entitled first.
+        """The fewest requests, least entitled first, that give the urgent one a slot and `missing` more blocks, or None.
 
-        No more than needed, and nobody whom it doesn't outrank. None if that doesn't get it in: then nobody has to go.
-        A block comes free with the last of its owners: continuations that share a prompt give it back together.
+        Only requests that it outranks, wherever they stand: under aging the last one need not be among them. A block comes
+        free with the last of its owners: continuations that share a prompt give it back together.
         """
         victims: list[Request] = []
         held: Counter[int] = Counter()
         slots = len(self.running) + 1 - self.max_num_seqs
         for request in reversed(self.running):
-            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
+            if slots <= 0 and missing <= 0:
                 break
+            if not self.policy.outranks(urgent, request):
+                continue
             victims.append(request)
             held.update(request.table.blocks)
             slots -= 1
             missing -= sum(held[block] == self.pool.refcount(block) for block in request.table.blocks)
         return victims if slots <= 0 and missing <= 0 else None
 
-    def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
-        """Give everybody who runs their tokens, and return what is left of the budget.
+    def _schedule_running(self, plan: SchedulerOutput, budget: int, ahead_of: Request | None = None) -> int:
+        """Serve the running requests in order of entitlement, and return what is left of the budget.
 
-        Blocks and tokens go by entitlement, but prompts leave a token to each who decodes: they stall nobody.
+        Prefill leaves one token of budget for each decoding request, so decodes never stall.
+
+        ahead_of: stop before the first request that this one outranks; the next call goes on behind the last one planned
         """
-        decoding = sum(request.num_uncomputed_tokens == 1 for request in self.running)
-        i = 0
+        served = [i for i, request in enumerate(self.running, 1) if request.request_id in plan.num_scheduled_tokens]
+        i, num_preempted = served[-1] if served else 0, len(plan.preempted)
+        decoding = self._num_decoding(self.running, plan)
         while i < len(self.running) and budget > 0:
             request = self.running[i]
+            if ahead_of is not None and self.policy.outranks(ahead_of, request):
+                break
             decodes = request.num_uncomputed_tokens == 1
             decoding -= decodes
             room = budget if decodes else max(0, budget - decoding)
             n = self.chunking.num_tokens(request, room, self.max_num_batched_tokens)
-            while request.table.blocks_needed(n) > self.pool.num_free:
-                decoding -= self.running[-1] is not request and self.running[-1].num_uncomputed_tokens == 1
-                self._preempt(self.running[-1], plan)
-                if request.status is not RequestStatus.RUNNING:  # what was kept for it may go to those before it
-                    return budget if plan.num_scheduled_tokens else self._schedule_running(plan, budget)
+            if request.table.blocks_needed(n) > self.pool.num_free:
+                stays = self._make_room(i, n, plan)
+                decoding = self._num_decoding(self.running[i + stays :], plan)
+                if not stays:
+                    continue
             if n > 0:
                 self._reserve(request, n, plan)
                 budget -= n
             i += 1
-        return budget
+        if plan.num_scheduled_tokens or len(plan.preempted) == num_preempted:
+            return budget
+        return self._schedule_running(plan, budget)  # the tokens kept for those just preempted go to those before them
+
+    def _make_room(self, i: int, n: int, plan: SchedulerOutput) -> bool:
+        """Preempt from the end until the i-th running request has blocks for n tokens. Returns whether it still runs.
+
+        If all requests behind it hold too few blocks, it is preempted itself, and they go on.
+        """
+        request = self.running[i]
+        lacking = request.table.blocks_needed(n) - self.pool.num_free
+        if lacking > sum(len(other.table.blocks) for other in self.running[i + 1 :]):
+            self._preempt(request, plan)
+        while request.status is RequestStatus.RUNNING and request.table.blocks_needed(n) > self.pool.num_free:
+            self._preempt(self.running[-1], plan)
+        return request.status is RequestStatus.RUNNING
 
     def _end_a_standstill(self, plan: SchedulerOutput) -> None:
         """Nobody who runs has anything to compute: they are beams, and each waits for a sibling that found no room.
@@ -235,7 +276,7 @@ class Scheduler:
 
     def _finds_room(self, request: Request, cached: list[int], careful: bool = True) -> bool:
         """Whether the blocks that a waiting request will take are free, and not spoken for by those who run."""
-        spoken_for = self._blocks_spoken_for() if careful else 0
+        spoken_for = self._blocks_spoken_for(self.running) if careful else 0
         return self._blocks_missing(request, cached) <= self.pool.num_free - spoken_for
 
     def _first_tokens(self, request: Request, cached: list[int], budget: int) -> int:
@@ -249,18 +290,27 @@ class Scheduler:
         """Free blocks that a waiting request will take for all of its tokens, of which `cached` hold the first.
 
         All of them, even if a step computes only some: one that is let in for its first piece alone would soon have to
-        push others out, or be pushed. A cached block without an owner is free, and so counts as taken.
+        push others out, or be pushed. Cached blocks that running requests own are spared; one without an owner is free, and
+        so counts as taken. Owners hold a text from its head on, so the first block without one ends the count.
         """
-        idle = sum(self.pool.refcount(block) == 0 for block in cached)
-        return -(-request.num_tokens // self.pool.block_size) - len(cached) + idle
+        in_use = sum(1 for _ in takewhile(self.pool.refcount, cached))
+        return -(-request.num_tokens // self.pool.block_size) - in_use
 
-    def _blocks_spoken_for(self) -> int:
-        """Free blocks that running requests will want soon: the rest of their prompts, and the watermark for each."""
-        if not self.running:
+    def _blocks_spoken_for(self, running: Sequence[Request]) -> int:
+        """Free blocks reserved for these running requests: the rest of their prompts, and the watermark for each.
+
+        The watermark counts for the request that joins them, too.
+        """
+        if not running:
             return 0
         size = self.pool.block_size
-        unfinished_prompts = sum(-(-r.num_tokens // size) - len(r.table.blocks) for r in self.running)
-        return unfinished_prompts + self.watermark * (len(self.running) + 1)
+        unfinished_prompts = sum(-(-r.num_tokens // size) - len(r.table.blocks) for r in running)
+        return unfinished_prompts + self.watermark * (len(running) + 1)
+
+    def _num_decoding(self, requests: Sequence[Request], plan: SchedulerOutput) -> int:
+        """How many of these requests decode and are not in the plan yet: each is owed a token of the budget."""
+        planned = plan.num_scheduled_tokens
+        return sum(request.num_uncomputed_tokens == 1 and request.request_id not in planned for request in requests)
 
     def _join(self, request: Request, cached: list[int]) -> None:
         """A waiting request runs from here on, and owns the blocks that the prefix cache found for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from labcore.request import Request
 from labcore.scheduler.policy import Policy
@@ -12,7 +12,9 @@ from labcore.scheduler.policy import Policy
 class WaitingQueue:
     """Waiting requests, most entitled first. Built in notebook 04.
 
-    Push and pop cost O(log n), and an aborted request is skipped when it surfaces: no list is ever searched.
+    Push and pop cost O(log n). An aborted request is only crossed off: its heap entry is skipped when it surfaces, and
+    dropped with all other such entries once they outnumber the live ones. So no list is searched, the heap is never more
+    than twice as long as the queue, and `discard` costs O(1) amortised.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -39,8 +41,11 @@ class WaitingQueue:
     def pop(self) -> Request:
         request = self.peek()
         heappop(self._heap)
-        del self._present[request.request_id]
+        self.discard(request)
         return request
 
     def discard(self, request: Request) -> None:
         self._present.pop(request.request_id, None)
+        if len(self._heap) > 2 * len(self._present):
+            self._heap = [entry for entry in self._heap if self._present.get(entry[1].request_id) is entry[1]]
+            heapify(self._heap)

@@ -16,12 +16,12 @@ from labcore.viz.figure import Facts, Picture, axis, picture
 from labcore.viz.style import FAINT, INK, SPANS, safe, short
 
 if TYPE_CHECKING:
-    from labcore.baseline.naive import Stay
+    from labcore.baseline.naive import Residency
 
 NUM_SAMPLES = 6
 
 
-def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Picture:
+def slab_map(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = ()) -> Picture:
     """Regions of a slab as boxes, steps to the right and slots upwards; each box shaded as far as tokens fill it.
 
     names   one a stay; without them boxes have no label
@@ -51,7 +51,7 @@ def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -
     return picture(traces, layout, slab_facts(stays, num_slots, names))
 
 
-def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Facts:
+def slab_facts(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = ()) -> Facts:
     """Where everybody lies, if they have names: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
 
     Otherwise what is free at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
@@ -67,14 +67,14 @@ def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ())
     return Facts("\n".join(lines))
 
 
-def _free_at(stays: Sequence[Stay], num_slots: int, step: int) -> str:
+def _free_at(stays: Sequence[Residency], num_slots: int, step: int) -> str:
     held = sorted(stay.region for stay in stays if stay.start <= step < stay.stop)
     edges = [0, *(edge for region in held for edge in (region.start, region.stop)), num_slots]
     holes = [stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
     return f"  step {step:5,}   {sum(holes):6,} slots free, {len(holes)} holes, the largest {max(holes, default=0):,}"
 
 
-def _place(stay: Stay) -> str:
+def _place(stay: Residency) -> str:
     region, request = stay.region, stay.request
     return (
         f"slots {region.start:,}–{region.stop - 1:,}   steps {stay.start:,}–{stay.stop - 1:,}   "
@@ -82,21 +82,21 @@ def _place(stay: Stay) -> str:
     )
 
 
-def _hover(stay: Stay, name: str) -> str:
+def _hover(stay: Residency, name: str) -> str:
     return (f"{safe(short(name, 60))}<br>" if name else "") + _place(stay).replace("   ", "<br>")
 
 
-def _final(stay: Stay) -> int:
+def _final(stay: Residency) -> int:
     """Tokens stored in the last step: the last output token is never fed back."""
     return stay.request.prompt_tokens + stay.stop - stay.start - 1
 
 
-def _outline(stay: Stay) -> list[tuple[int, int]]:
+def _outline(stay: Residency) -> list[tuple[int, int]]:
     low, high = stay.region.start, stay.region.stop
     return [(stay.start, low), (stay.start, high), (stay.stop, high), (stay.stop, low), (stay.start, low)]
 
 
-def _filled(stay: Stay) -> list[tuple[int, int]]:
+def _filled(stay: Residency) -> list[tuple[int, int]]:
     low = stay.region.start
     first, last = low + stay.request.prompt_tokens, low + _final(stay)
     return [(stay.start, low), (stay.start, first), (stay.stop, last), (stay.stop, low), (stay.start, low)]

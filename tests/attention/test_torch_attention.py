@@ -13,8 +13,8 @@ from labcore.attention.torch_backend import TorchAttention
 
 def attend(batch, **options):
     backend = TorchAttention()
-    backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
-    return backend.attend(batch.cache, 0, batch.q, batch.meta, **options)
+    backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
+    return backend.attend(batch.cache, 0, batch.q, batch.metadata, **options)
 
 
 @settings(max_examples=120, deadline=None)
@@ -52,7 +52,7 @@ def test_a_sequence_gets_the_same_answer_alone_and_in_every_order_of_the_batch(q
     """Case: where the second request's KV lay was worked out without regard to the block size."""
     lens = (5, 17, 33, 16)
     batch = paged_batch([(n - q, q) for n, q in zip(lens, queries, strict=True)], block_size=16)
-    TorchAttention().store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    TorchAttention().store(batch.cache, 0, batch.k, batch.v, batch.metadata)
     rows = batch.q.split(queries)
     alone = [attend_to(batch, rows, [i]) for i in range(4)]
     for order in permutations(range(4)):
@@ -62,15 +62,15 @@ def test_a_sequence_gets_the_same_answer_alone_and_in_every_order_of_the_batch(q
 
 def attend_to(batch, rows, seqs):
     """Attention of some of a batch's sequences, in the order given."""
-    meta, seqs = batch.meta, list(seqs)
-    lens = [meta.query_lens_list[i] for i in seqs]
-    chosen = type(meta)(
-        slot_mapping=meta.slot_mapping,
-        block_tables=meta.block_tables[seqs],
-        seq_lens=meta.seq_lens[seqs],
+    metadata, seqs = batch.metadata, list(seqs)
+    lens = [metadata.query_lens_list[i] for i in seqs]
+    chosen = type(metadata)(
+        slot_mapping=metadata.slot_mapping,
+        block_tables=metadata.block_tables[seqs],
+        seq_lens=metadata.seq_lens[seqs],
         cu_seqlens=torch.tensor([0, *lens]).cumsum(0).to(torch.int32),
-        block_size=meta.block_size,
-        seq_lens_list=[meta.seq_lens_list[i] for i in seqs],
+        block_size=metadata.block_size,
+        seq_lens_list=[metadata.seq_lens_list[i] for i in seqs],
         query_lens_list=lens,
     )
     return TorchAttention().attend(batch.cache, 0, torch.cat([rows[i] for i in seqs]), chosen, scaling=0.25)
@@ -85,11 +85,11 @@ def test_softcap_and_sinks_work_in_every_dtype_of_the_cache(dtype, tolerance):
 
 def test_slot_minus_one_writes_nothing():
     batch = paged_batch([(4, 4)])
-    batch.meta.slot_mapping[1] = -1
+    batch.metadata.slot_mapping[1] = -1
     before = batch.cache.k[0].clone()
-    TorchAttention().store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    TorchAttention().store(batch.cache, 0, batch.k, batch.v, batch.metadata)
     changed = ~torch.isclose(batch.cache.k[0], before, equal_nan=True).flatten(0, 1).flatten(1).all(1)
-    assert sorted(changed.nonzero().flatten().tolist()) == sorted(s for s in batch.meta.slot_mapping.tolist() if s >= 0)
+    assert sorted(changed.nonzero().flatten().tolist()) == sorted(s for s in batch.metadata.slot_mapping.tolist() if s >= 0)
 
 
 def test_copies_read_every_source_before_they_write():

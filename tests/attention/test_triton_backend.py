@@ -54,12 +54,12 @@ def test_store_changes_the_named_slots_and_no_other_and_minus_one_none(dtype):
     """The last block is where -1 would wrap around to."""
     cache = random_cache([LayerShape(4, 3, 40)], 3, 4, dtype)
     k, v = (t.to(dtype).to(DEVICE) for t in torch.randn(2, 4, 3, 40))
-    meta = paged_batch([(0, 4)]).meta
-    meta.slot_mapping = torch.tensor([5, -1, 9, -1], device=DEVICE)
+    metadata = paged_batch([(0, 4)]).metadata
+    metadata.slot_mapping = torch.tensor([5, -1, 9, -1], device=DEVICE)
     expected = bits(cache.k + cache.v)
     for pool, new in zip(expected, bits([k, v]), strict=True):
         pool.flatten(0, 1)[[5, 9]] = new[[0, 2]]
-    TritonAttention().store(cache, 0, k, v, meta)
+    TritonAttention().store(cache, 0, k, v, metadata)
     assert same_bits(cache.k + cache.v, expected)
 
 
@@ -92,26 +92,26 @@ def test_copies_that_chain_or_swap_do_what_the_torch_backend_does(pairs, strided
 
 
 def test_many_sequences_of_like_length_are_not_split():
-    assert choose_splits([4096] * 64, None, 8, at_once=264) == 1
+    assert choose_splits([4096] * 64, None, 8, max_programs=264) == 1
 
 
 def test_one_long_sequence_is_split_until_every_processor_has_work():
-    splits = choose_splits([32_768], None, 8, at_once=264)
+    splits = choose_splits([32_768], None, 8, max_programs=264)
     assert splits * 8 >= 264 and splits <= MAX_SPLITS
 
 
 def test_one_straggler_among_short_sequences_is_split():
-    assert choose_splits([32_768] + [128] * 63, None, 8, at_once=264) >= 16
+    assert choose_splits([32_768] + [128] * 63, None, 8, max_programs=264) >= 16
 
 
 def test_short_sequences_and_short_windows_are_not_split():
-    assert choose_splits([200], None, 1, at_once=264) == 1
-    assert choose_splits([32_768], 128, 1, at_once=264) == 1
+    assert choose_splits([200], None, 1, max_programs=264) == 1
+    assert choose_splits([32_768], 128, 1, max_programs=264) == 1
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=50), st.integers(1, 64), st.integers(1, 1000))
-def test_the_number_of_splits_is_a_power_of_two_within_bounds(lens, heads, at_once):
-    splits = choose_splits(lens, None, heads, at_once)
+def test_the_number_of_splits_is_a_power_of_two_within_bounds(lens, heads, max_programs):
+    splits = choose_splits(lens, None, heads, max_programs)
     assert 1 <= splits <= MAX_SPLITS and splits & (splits - 1) == 0
 
 
@@ -137,13 +137,13 @@ def test_what_the_tables_do_not_hold_is_refused_by_name(architecture, head_dim):
 def test_bfloat16_is_refused_in_the_interpreter_which_would_multiply_its_bit_patterns():
     batch = paged_batch([(4, 1)], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="bfloat16"):
-        TritonAttention().attend(batch.cache, 0, batch.q, batch.meta, scaling=1.0)
+        TritonAttention().attend(batch.cache, 0, batch.q, batch.metadata, scaling=1.0)
 
 
 def test_a_cache_of_another_dtype_than_the_queries_is_refused():
     batch = paged_batch([(4, 1)])
     with pytest.raises(ValueError, match="one dtype"):
-        TritonAttention().attend(batch.cache, 0, batch.q.half(), batch.meta, scaling=1.0)
+        TritonAttention().attend(batch.cache, 0, batch.q.half(), batch.metadata, scaling=1.0)
 
 
 def test_a_compiled_process_refuses_cpu_tensors_and_says_what_to_do():
@@ -155,7 +155,7 @@ from labcore.attention.triton_backend import TritonAttention
 from paged_batches import paged_batch
 batch = paged_batch([(4, 1)])
 try:
-    TritonAttention().attend(batch.cache, 0, batch.q, batch.meta, scaling=1.0)
+    TritonAttention().attend(batch.cache, 0, batch.q, batch.metadata, scaling=1.0)
 except ValueError as error:
     print(error)
 """
@@ -174,8 +174,8 @@ from labcore.attention.triton_backend import TritonAttention
 from paged_batches import paged_batch, reference
 batch = paged_batch([(4, 1)])
 backend = TritonAttention()
-backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
-out = backend.attend(batch.cache, 0, batch.q, batch.meta, scaling=1.0)
+backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
+out = backend.attend(batch.cache, 0, batch.q, batch.metadata, scaling=1.0)
 print((out - reference(batch, scaling=1.0)).abs().max().item() < 1e-5)
 """
     environment = {"PATH": "/usr/bin:/bin", "TRITON_INTERPRET": ""}
@@ -197,8 +197,8 @@ def test_a_kernel_of_ones_own_takes_the_place_of_labcores():
     batch = paged_batch([(5, 1), (30, 1)])
     backends = TritonAttention(kernels={"paged_decode": Counting()}), TritonAttention()
     for backend in backends:
-        backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
-    theirs, ours = (backend.attend(batch.cache, 0, batch.q, batch.meta, scaling=0.25) for backend in backends)
+        backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
+    theirs, ours = (backend.attend(batch.cache, 0, batch.q, batch.metadata, scaling=0.25) for backend in backends)
     assert torch.equal(theirs, ours) and calls == [(2, 2, 1)]
 
 

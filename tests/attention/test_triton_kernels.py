@@ -16,7 +16,7 @@ from paged_batches import PagedBatch, paged_batch, reference
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from labcore.attention.backend import AttentionMetadata  # noqa: E402
-from labcore.attention.kernels.launch import Scoring, prefill_launch  # noqa: E402
+from labcore.attention.kernels.launch import ScoreOptions, prefill_launch  # noqa: E402
 from labcore.attention.kernels.tile_sizes import Tile  # noqa: E402
 from labcore.attention.kernels.triton_mode import INTERPRETED  # noqa: E402
 from labcore.attention.torch_backend import TorchAttention  # noqa: E402
@@ -41,17 +41,17 @@ def to_device(batch: PagedBatch) -> PagedBatch:
         batch.cache.v = [t.to(DEVICE) for t in batch.cache.v]
         batch.q, batch.k, batch.v = (t.to(DEVICE) for t in (batch.q, batch.k, batch.v))
         for name in ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens"):
-            setattr(batch.meta, name, getattr(batch.meta, name).to(DEVICE))
+            setattr(batch.metadata, name, getattr(batch.metadata, name).to(DEVICE))
     return batch
 
 
 class PrefillOnly(TritonAttention):
     """Takes the prefill kernel for decode steps, too: a mix may happen to be all decodes."""
 
-    def attend(self, cache, layer, q, meta, *, scaling, sliding_window=None, softcap=None, sinks=None):
+    def attend(self, cache, layer, q, metadata, *, scaling, sliding_window=None, softcap=None, sinks=None):
         out = torch.empty_like(q)
-        scoring = Scoring(scaling, sliding_window, softcap, sinks)
-        prefill_launch(out, q, cache.k[layer], cache.v[layer], meta, scoring, self.tile).run()
+        score_options = ScoreOptions(scaling, sliding_window, softcap, sinks)
+        prefill_launch(out, q, cache.k[layer], cache.v[layer], metadata, score_options, self.tile).run()
         return out
 
 
@@ -59,10 +59,10 @@ def attend(batch: PagedBatch, backend: TritonAttention | None = None, **options)
     """One layer's work in a step: store the step's K and V, attend, and hand back the result on the CPU."""
     backend = backend or TritonAttention()
     to_device(batch)
-    backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
     if isinstance(options.get("sinks"), torch.Tensor):
         options["sinks"] = options["sinks"].to(DEVICE)
-    return backend.attend(batch.cache, 0, batch.q, batch.meta, **options).cpu()
+    return backend.attend(batch.cache, 0, batch.q, batch.metadata, **options).cpu()
 
 
 def assert_right(out: torch.Tensor, batch: PagedBatch, **options) -> None:
@@ -176,10 +176,10 @@ def test_blocks_that_slid_out_of_the_window_may_hold_anything(kernel):
     batch = paged_batch([(70, 1), (33, 1)], num_query_heads=4, num_kv_heads=2, block_size=8)
     options = dict(scaling=0.25, sliding_window=9)
     expected = reference(batch, **options)
-    for seq, length in enumerate(batch.meta.seq_lens_list):
+    for seq, length in enumerate(batch.metadata.seq_lens_list):
         gone = (length - 9) // 8
-        batch.cache.fill(float("nan"), batch.meta.block_tables[seq, :gone].tolist())
-        batch.meta.block_tables[seq, :gone] = 2**31 - 1
+        batch.cache.fill(float("nan"), batch.metadata.block_tables[seq, :gone].tolist())
+        batch.metadata.block_tables[seq, :gone] = 2**31 - 1
     torch.testing.assert_close(attend(batch, KERNELS[kernel](), **options).double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -191,26 +191,26 @@ def test_a_sequence_gets_the_same_answer_alone_and_in_every_order_of_the_batch(k
     seqs = [(n - queries, queries) for n in (5, 17, 33, 16)]
     batch = to_device(paged_batch(seqs, num_query_heads=2, num_kv_heads=1, block_size=16))
     backend = KERNELS[kernel]()
-    backend.store(batch.cache, 0, batch.k, batch.v, batch.meta)
+    backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
     rows = batch.q.split(queries)
-    alone = [backend.attend(batch.cache, 0, rows[i], chosen(batch.meta, [i]), scaling=0.25) for i in range(4)]
+    alone = [backend.attend(batch.cache, 0, rows[i], chosen(batch.metadata, [i]), scaling=0.25) for i in range(4)]
     for order in permutations(range(4)):
         q = torch.cat([rows[i] for i in order])
-        together = backend.attend(batch.cache, 0, q, chosen(batch.meta, order), scaling=0.25)
+        together = backend.attend(batch.cache, 0, q, chosen(batch.metadata, order), scaling=0.25)
         assert torch.equal(together, torch.cat([alone[i] for i in order]))
 
 
-def chosen(meta: AttentionMetadata, seqs) -> AttentionMetadata:
+def chosen(metadata: AttentionMetadata, seqs) -> AttentionMetadata:
     """The geometry of some of the sequences, in the order given."""
     seqs = list(seqs)
-    queries = [meta.query_lens_list[i] for i in seqs]
+    queries = [metadata.query_lens_list[i] for i in seqs]
     return AttentionMetadata(
-        slot_mapping=meta.slot_mapping,
-        block_tables=meta.block_tables[seqs],
-        seq_lens=meta.seq_lens[seqs],
+        slot_mapping=metadata.slot_mapping,
+        block_tables=metadata.block_tables[seqs],
+        seq_lens=metadata.seq_lens[seqs],
         cu_seqlens=torch.tensor([0, *queries], device=DEVICE).cumsum(0).to(torch.int32),
-        block_size=meta.block_size,
-        seq_lens_list=[meta.seq_lens_list[i] for i in seqs],
+        block_size=metadata.block_size,
+        seq_lens_list=[metadata.seq_lens_list[i] for i in seqs],
         query_lens_list=queries,
     )
 
@@ -261,8 +261,8 @@ def test_a_key_that_towers_over_the_others_hands_its_value_over_bit_by_bit(kerne
 def rewrite(batch: PagedBatch, seq: int) -> None:
     """Put a sequence's changed dense K and V into the cache, and into the step's own k and v (one query each)."""
     k, v = batch.dense[seq]
-    size = batch.meta.block_size
-    where = [int(batch.meta.block_tables[seq, i // size]) * size + i % size for i in range(len(k) - 1)]
+    size = batch.metadata.block_size
+    where = [int(batch.metadata.block_tables[seq, i // size]) * size + i % size for i in range(len(k) - 1)]
     batch.cache.k[0].flatten(0, 1)[where], batch.cache.v[0].flatten(0, 1)[where] = k[:-1], v[:-1]
     batch.k[seq], batch.v[seq] = k[-1], v[-1]
 
@@ -283,9 +283,9 @@ def test_a_nan_stays_in_the_sequence_and_the_head_that_it_came_from(kernel):
 def test_a_sequence_of_length_0_gives_zeros_and_reads_nothing(num_splits, with_sinks):
     """The padding of a captured batch: no tokens, a table full of nonsense, a slot of -1."""
     batch = to_device(paged_batch([(5, 1), (5, 1)], poison=2**31 - 1))
-    meta = batch.meta
-    meta.slot_mapping[1], meta.seq_lens[1], meta.seq_lens_list[1] = -1, 0, 0
-    meta.block_tables[1] = 2**31 - 1
+    metadata = batch.metadata
+    metadata.slot_mapping[1], metadata.seq_lens[1], metadata.seq_lens_list[1] = -1, 0, 0
+    metadata.block_tables[1] = 2**31 - 1
     sinks = torch.ones(4) if with_sinks else None
     out = attend(batch, TritonAttention(Tile(16, 16, 4, 2), num_splits), scaling=0.25, sinks=sinks)
     assert torch.equal(out[1], torch.zeros(4, 16))
@@ -303,11 +303,11 @@ def test_a_row_may_see_nothing_in_its_first_tiles(dtype):
 
 def test_sequences_without_queries_in_a_mixed_step_own_no_rows():
     batch = to_device(paged_batch([(3, 2), (4, 1), (8, 3)]))
-    meta = chosen(batch.meta, [0, 1, 2])
-    meta.query_lens_list[1] = 0
-    meta.cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=DEVICE)
-    TritonAttention().store(batch.cache, 0, batch.k, batch.v, batch.meta)
-    out = TritonAttention(Tile(16, 16, 4, 2)).attend(batch.cache, 0, batch.q[[0, 1, 3, 4, 5]], meta, scaling=0.25)
+    metadata = chosen(batch.metadata, [0, 1, 2])
+    metadata.query_lens_list[1] = 0
+    metadata.cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=DEVICE)
+    TritonAttention().store(batch.cache, 0, batch.k, batch.v, batch.metadata)
+    out = TritonAttention(Tile(16, 16, 4, 2)).attend(batch.cache, 0, batch.q[[0, 1, 3, 4, 5]], metadata, scaling=0.25)
     expected = reference(batch, scaling=0.25)[[0, 1, 3, 4, 5]]
     torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -324,16 +324,16 @@ def test_block_offsets_beyond_2_to_the_31_elements_find_the_right_slots(where):
     big.k, big.v = [pool], [torch.empty_like(pool)]
     blocks = [where + 2, where, where + 1]
     for ours, theirs in ((big.k[0], small.cache.k[0]), (big.v[0], small.cache.v[0])):
-        ours[blocks] = theirs[small.meta.block_tables[0].tolist()].to(DEVICE)
+        ours[blocks] = theirs[small.metadata.block_tables[0].tolist()].to(DEVICE)
     expected = attend(small, TritonAttention(splits=1), scaling=0.1)
-    meta = chosen(small.meta, [0])
-    meta.block_tables = torch.tensor([blocks], dtype=torch.int32, device=DEVICE)
-    meta.slot_mapping = torch.tensor([(where + 1) * 16 + 39 % 16], device=DEVICE)
+    metadata = chosen(small.metadata, [0])
+    metadata.block_tables = torch.tensor([blocks], dtype=torch.int32, device=DEVICE)
+    metadata.slot_mapping = torch.tensor([(where + 1) * 16 + 39 % 16], device=DEVICE)
     for backend in (TritonAttention(splits=1), PrefillOnly(Tile(16, 64, 4, 2))):
-        backend.store(big, 0, small.k, small.v, meta)
+        backend.store(big, 0, small.k, small.v, metadata)
         backend.copy_blocks(big, [(where + 1, where + 3)])
-        meta.block_tables[0, 2] = where + 3
-        out = backend.attend(big, 0, small.q, meta, scaling=0.1).cpu()
+        metadata.block_tables[0, 2] = where + 3
+        out = backend.attend(big, 0, small.q, metadata, scaling=0.1).cpu()
         torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)
 
 

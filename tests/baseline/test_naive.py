@@ -16,18 +16,18 @@ from labcore.baseline.naive import (
     RegionAllocator,
     StaticBatch,
     attend,
-    busy_share,
     contiguous_attention,
     generate,
     generate_without_cache,
     kv_bytes_per_token,
-    memory_shares,
-    pack,
+    memory_breakdown,
     pad_left,
     padding_share,
     reservation_waste,
+    simulate_first_fit,
     slot_steps,
     static_batches,
+    utilization,
 )
 from labcore.models import LayerShape, load
 from labcore.recorder import Span
@@ -56,8 +56,8 @@ def tiny(name: str = "llama"):
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
     cache = ContiguousCache([LayerShape(6, num_kv_heads, 8)] * 2, num_slots=120)
-    for slab in cache.k + cache.v:
-        slab.fill_(torch.nan)
+    for buffer in cache.k + cache.v:
+        buffer.fill_(torch.nan)
     return model, cache
 
 
@@ -122,7 +122,7 @@ class TestTokens:
             generate(model, [[1], prompt], 20, cache, max_len=40)
         assert cache.allocator.num_free == 120
 
-    def test_a_batch_that_does_not_fit_the_slab_gives_everything_back(self):
+    def test_a_batch_that_does_not_fit_the_buffer_gives_everything_back(self):
         model, cache = tiny()
         with pytest.raises(OutOfSlots, match="40 slots in a row were asked for; 0 are free"):
             generate(model, PROMPTS + PROMPTS, 20, cache, max_len=40)
@@ -210,7 +210,7 @@ class TestCache:
 
     def test_the_formula_is_what_the_cache_really_takes(self):
         cache = ContiguousCache([LayerShape(6, 2, 8)] * 3, num_slots=5, dtype=torch.float16)
-        assert sum(slab.nbytes for slab in cache.k + cache.v) == 5 * kv_bytes_per_token(3, 2, 8, 2)
+        assert sum(buffer.nbytes for buffer in cache.k + cache.v) == 5 * kv_bytes_per_token(3, 2, 8, 2)
 
 
 class RegionMachine(RuleBasedStateMachine):
@@ -290,31 +290,31 @@ class TestWaste:
 
     def test_the_first_in_line_waits_for_a_hole_of_its_size(self):
         log = [TraceRequest(0, 3, 1), TraceRequest(0, 3, 4), TraceRequest(0, 3, 2), TraceRequest(0, 5, 1)]
-        stays = pack(log, num_slots=12, reserve=lambda request: request.prompt_tokens + request.output_tokens)
-        assert [(stay.region, stay.start, stay.stop) for stay in stays] == [
+        residencies = simulate_first_fit(log, 12, reserve=lambda request: request.prompt_tokens + request.output_tokens)
+        assert [(residency.region, residency.start, residency.stop) for residency in residencies] == [
             (Region(0, 4), 0, 1),
             (Region(4, 7), 0, 4),
             (Region(0, 5), 4, 6),       # 5 slots are free from step 1 on, 4 and 1 of them
             (Region(5, 6), 4, 5),
         ]
-        assert memory_shares(stays, 12) == pytest.approx({"tokens": 21 / 48, "reserved": 11 / 48, "free": 16 / 48})
+        assert memory_breakdown(residencies, 12) == pytest.approx({"tokens": 21 / 48, "reserved": 11 / 48, "free": 16 / 48})
 
-    def test_a_request_larger_than_the_slab_is_refused_once_the_slab_is_empty(self):
+    def test_a_request_larger_than_the_buffer_is_refused_once_the_buffer_is_empty(self):
         with pytest.raises(OutOfSlots, match="9 slots in a row were asked for; 8 are free"):
-            pack([TraceRequest(0, 4, 2), TraceRequest(0, 8, 1)], 8, lambda request: request.prompt_tokens + 1)
+            simulate_first_fit([TraceRequest(0, 4, 2), TraceRequest(0, 8, 1)], 8, lambda request: request.prompt_tokens + 1)
 
     @pytest.mark.parametrize("reserve", [lambda r: 8192, lambda r: r.prompt_tokens + r.output_tokens])
     def test_no_two_requests_ever_hold_the_same_slot(self, reserve):
-        stays = pack(load_trace()[:400], 1 << 15, reserve)
-        for index, stay in enumerate(stays):
-            for other in stays[:index]:
-                if stay.start < other.stop and other.start < stay.stop:
-                    assert stay.region.stop <= other.region.start or other.region.stop <= stay.region.start
-        assert sum(memory_shares(stays, 1 << 15).values()) == pytest.approx(1)
+        residencies = simulate_first_fit(load_trace()[:400], 1 << 15, reserve)
+        for index, residency in enumerate(residencies):
+            for other in residencies[:index]:
+                if residency.start < other.stop and other.start < residency.stop:
+                    assert residency.region.stop <= other.region.start or other.region.stop <= residency.region.start
+        assert sum(memory_breakdown(residencies, 1 << 15).values()) == pytest.approx(1)
 
     def test_the_shares_run_to_the_end_when_nobody_had_to_wait(self):
-        stays = pack([TraceRequest(0, 2, 2)], 8, lambda request: 4)
-        assert memory_shares(stays, 8) == pytest.approx({"tokens": 5 / 16, "reserved": 3 / 16, "free": 8 / 16})
+        residencies = simulate_first_fit([TraceRequest(0, 2, 2)], 8, lambda request: 4)
+        assert memory_breakdown(residencies, 8) == pytest.approx({"tokens": 5 / 16, "reserved": 3 / 16, "free": 8 / 16})
 
 
 class TestStaticBatches:
@@ -333,9 +333,9 @@ class TestStaticBatches:
             Span("r2", 2, 7, "waiting"), Span("r2", 7, 8, "prefill"), Span("r2", 8, 10, "idle"),
         ]  # fmt: skip
 
-    def test_busy_share_leaves_waiting_out(self):
-        assert busy_share(static_batches(self.LOG, 2)) == pytest.approx((2 + 6 + 1 + 3) / (12 + 6))
-        assert busy_share(static_batches(self.LOG, 1)) == 1
+    def test_utilization_leaves_waiting_out(self):
+        assert utilization(static_batches(self.LOG, 2)) == pytest.approx((2 + 6 + 1 + 3) / (12 + 6))
+        assert utilization(static_batches(self.LOG, 1)) == 1
 
     def test_padding_share_is_that_of_the_rectangles(self):
         assert padding_share(self.LOG, 2) == pytest.approx(1 - (3 + 5 + 2 + 9) / (10 + 18))

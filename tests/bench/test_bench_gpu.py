@@ -130,9 +130,9 @@ def test_a_problem_holds_its_tokens_and_nan_everywhere_else():
     k, v = gathered(problem)
     assert k.shape == v.shape == (2, 2, 5, 8) and not k.isnan().any() and not v.isnan().any()
     assert int((~problem.cache.k[0].isnan()).flatten(2).all(2).sum()) == 10
-    assert problem.meta.query_lens_list == [1, 2] and len(problem.meta.slot_mapping) == 3
+    assert problem.metadata.query_lens_list == [1, 2] and len(problem.metadata.slot_mapping) == 3
     assert problem.kv_bytes == 2 * 10 * 2 * 8 * 4
-    last = problem.cache.k[0].flatten(0, 1)[problem.meta.slot_mapping[0]]
+    last = problem.cache.k[0].flatten(0, 1)[problem.metadata.slot_mapping[0]]
     assert torch.equal(last, k[0, :, 4])
 
 

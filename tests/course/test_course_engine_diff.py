@@ -92,7 +92,7 @@ class OneAtATime(Scheduler):
 
 
 class ForgetsToWeigh(TorchAttention):
-    def attend(self, cache, layer, q, meta, **options):
+    def attend(self, cache, layer, q, metadata, **options):
         return torch.zeros_like(q)
 
 

@@ -42,13 +42,13 @@ def test_tokens_are_the_same_with_and_without_graphs_while_requests_come_and_go(
 def test_a_smaller_step_leaves_nothing_of_a_larger_one_in_the_padding():
     seen = []
 
-    def forward(input_ids, positions, meta, keep):
-        seen.append((meta.seq_lens.tolist(), meta.slot_mapping.tolist(), meta.cu_seqlens.tolist(), keep.tolist()))
+    def forward(input_ids, positions, metadata, keep):
+        seen.append((metadata.seq_lens.tolist(), metadata.slot_mapping.tolist(), metadata.cu_seqlens.tolist(), keep.tolist()))
         return torch.stack([input_ids, positions], dim=1)[None]
 
     graphs = graphs_of(forward)
     graphs.sizes = [4]
-    large, small = paged_batch([(3, 1), (4, 1), (9, 1)]).meta, paged_batch([(6, 1), (2, 1)]).meta
+    large, small = paged_batch([(3, 1), (4, 1), (9, 1)]).metadata, paged_batch([(6, 1), (2, 1)]).metadata
     graphs.run(torch.tensor([11, 12, 13]), torch.tensor([3, 4, 9]), large)
     out = graphs.run(torch.tensor([21, 22]), torch.tensor([6, 2]), small)
     assert out.tolist() == [[[21, 6], [22, 2]]]
@@ -64,9 +64,9 @@ def test_buckets_are_small_powers_of_two_and_then_multiples_of_eight():
 
 def test_only_pure_decode_steps_that_fit_are_served():
     graphs = graphs_of(forward=None, max_num_seqs=2)
-    assert graphs.serves(paged_batch([(3, 1), (4, 1)]).meta)
-    assert not graphs.serves(paged_batch([(3, 1), (4, 2)]).meta)
-    assert not graphs.serves(paged_batch([(3, 1)] * 3).meta)
+    assert graphs.serves(paged_batch([(3, 1), (4, 1)]).metadata)
+    assert not graphs.serves(paged_batch([(3, 1), (4, 2)]).metadata)
+    assert not graphs.serves(paged_batch([(3, 1)] * 3).metadata)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is what a machine without a GPU says")

@@ -107,12 +107,31 @@ class Bench:
             self.step()
         raise AssertionError(f"unfinished after {limit} steps")
 
+    def look_up(self, request, num_blocks):
+        """The cached blocks of the request's first full blocks, looked up from scratch."""
+        chain = []
+        for key, content in self.cache._identities(request, num_blocks):
+            chain.append(self.cache._find(key, content, chain[-1] if chain else None))
+            if chain[-1] is None:
+                return chain[:-1]
+        return chain
+
     def audit(self):
         check_integrity(self.scheduler, self.requests.values())
         size = self.scheduler.pool.block_size
         for block, cached in self.cache._by_block.items():
-            assert cached.block == block and self.cache._by_key[cached.key] is cached
+            assert block in cached.blocks and self.cache._by_key[cached.key] is cached
             assert all(block * size + i in self.memory for i in range(size)), "a block is findable and was never computed"
+        for request in self.scheduler.running:
+            if request.use_prefix_cache and self.cache.key_of is block_key:
+                full = request.num_computed_tokens // size
+                found = zip(self.look_up(request, full), request.table.blocks, strict=False)
+                assert sum(block in cached.blocks for cached, block in found) == full, "a computed block can't be found"
+        if self.scheduler.waiting:
+            head = self.scheduler.waiting.peek()
+            found = self.look_up(head, (head.num_tokens - 1) // size if head.use_prefix_cache else 0)
+            assert self.cache.match(head) == [cached.block for cached in found]
+            assert not head.use_prefix_cache or head.prefix_chain == found
 
 
 def test_the_second_of_two_equal_prompts_computes_one_block_less_than_it_could():
@@ -241,6 +260,58 @@ def test_what_is_evicted_is_the_end_of_a_text_and_never_its_head(budget):
             request = bench.add(prompt)
             bench.run()
             assert request.num_cached_tokens == found
+
+
+def test_eviction_of_a_block_leaves_an_equal_one_findable_and_all_that_was_computed_behind_it():
+    """Two requests computed the same text side by side. Only the first one's blocks were registered, and those went."""
+    bench = Bench(num_blocks=8)
+    bench.add(range(12), name="first")
+    second = bench.add(range(12), output=8, name="second")
+    bench.step()
+    bench.step()
+    bench.add(range(100, 116), name="newcomer")  # takes the last free block that never held anything, and the first's three
+    while second.num_computed_tokens < 16:
+        bench.step()
+    bench.add([*range(12), *second.output_token_ids, 99], name="third")
+    assert bench.run().finished["third"].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("evicted", [0, 1, 2])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_eviction_while_a_request_waits_ends_its_match_there_or_turns_to_an_equal_block(evicted, copies):
+    """The match of the waiting head is not begun anew in every step; it must not name a block that was handed out."""
+    bench = Bench(num_blocks=16)
+    owners = [bench.add(range(13), output=2) for _ in range(copies)]
+    bench.step()
+    waiting = Request("waiting", list(range(13)), Params(), 99, 1, seed=0)
+    before = bench.cache.match(waiting)
+    assert before == owners[-1].table.blocks[:3]
+    bench.run()
+    bench.cache.forget([before[evicted]])
+    after = bench.cache.match(waiting)
+    assert before[evicted] not in after and len(after) == (3 if copies == 2 else evicted)
+    assert [cached.block for cached in waiting.prefix_chain] == after
+    again = bench.add(range(13), name="again")
+    bench.run()
+    assert len(bench.cache.match(waiting)) == 3 and again.num_cached_tokens == 4 * len(after)
+
+
+def test_match_of_a_waiting_request_looks_up_each_block_once_however_long_it_waits():
+    bench = Bench(num_blocks=40, block_size=4)
+    bench.audit = lambda: None  # it looks blocks up, too
+    bench.add(range(100), name="owner")
+    bench.run()
+    looked_up = []
+    find = bench.cache._find
+    bench.cache._find = lambda *args, **kwargs: looked_up.append(args) or find(*args, **kwargs)
+    bench.add(range(1000, 1040), output=20, name="running")
+    bench.step()
+    bench.add([*range(100), *range(2000, 2020)], name="waits")  # finds 25 blocks that are free, and with it needs 30 of 30
+    looked_up.clear()
+    for _ in range(10):
+        assert "waits" not in bench.step().num_scheduled_tokens
+    assert 25 <= len(looked_up) <= 25 + 10 + 5  # each once, one more in every step, and those that the other publishes
+    assert bench.run().finished["waits"].num_cached_tokens > 0
 
 
 def test_idle_cached_blocks_count_as_free_and_are_counted_once():

@@ -14,7 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from labcore.models.token_decoder import TokenDecoder
-from labcore.sampling.detokenizer import LONGEST_CHARACTER, REPLACEMENT, Detokenizer, StopStrings, TextStream
+from labcore.sampling.detokenizer import Detokenizer
+from labcore.sampling.stop_strings import StopStrings
+from labcore.sampling.text_stream import LONGEST_CHARACTER, REPLACEMENT, TextStream
 from labcore.sampling_params import SamplingParams
 
 

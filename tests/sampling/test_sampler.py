@@ -23,11 +23,11 @@ from labcore.sampling.sampler import (
     apply_penalties,
     apply_temperature,
     apply_top_k,
-    draw,
     draw_sound_rows,
     exponential_noise,
-    mix,
+    murmur_finalize,
     row_keys,
+    sample_exponential_race,
 )
 from labcore.sampling_params import SamplingParams
 
@@ -152,7 +152,7 @@ class TestDistribution:
         weights = apply_top_k(apply_min_p(weights, [min_p]), [top_k])
         # Let each token in turn be the only one that could come first: it is drawn if and only if it is in.
         noise = torch.where(torch.eye(len(logits)) == 1, 1e-9, 1e9)
-        drawn = draw(weights.repeat(len(logits), 1), noise, [top_p] * len(logits))
+        drawn = sample_exponential_race(weights.repeat(len(logits), 1), noise, [top_p] * len(logits))
         support = {i for i, token in enumerate(drawn.tolist()) if i == token}
         # A token right on the border of top_p may fall either way, by rounding.
         surely, maybe = (
@@ -203,7 +203,7 @@ class TestDistribution:
 
 class TestNoise:
     def test_it_is_exponential(self):
-        noise = exponential_noise(row_keys(range(64), [0] * 64), mix(torch.arange(1, 4097))).double()
+        noise = exponential_noise(row_keys(range(64), [0] * 64), murmur_finalize(torch.arange(1, 4097))).double()
         assert torch.isfinite(noise).all() and (noise > 0).all()
         uniform = torch.exp(-noise).flatten().sort().values
         gap = (uniform - torch.linspace(0, 1, len(uniform), dtype=torch.float64)).abs().max()
@@ -211,7 +211,7 @@ class TestNoise:
 
     @pytest.mark.parametrize("keys", [row_keys(range(2000), [0] * 2000), row_keys([7] * 2000, range(2000))])
     def test_tokens_and_neighbouring_keys_are_uncorrelated(self, keys):
-        noise = exponential_noise(keys, mix(torch.arange(1, 257))).double() - 1
+        noise = exponential_noise(keys, murmur_finalize(torch.arange(1, 257))).double() - 1
         for matrix, count in ((noise.T @ noise / 2000, 2000), (noise @ noise.T / 256, 256)):
             off_diagonal = matrix - torch.diag(torch.diag(matrix))
             assert float(off_diagonal.square().mean()) * count == pytest.approx(1, abs=0.1)
@@ -219,7 +219,7 @@ class TestNoise:
     def test_small_seeds_positions_and_token_ids_favour_nobody(self):
         """Row and token keys come from the same hash; if two of them meet, that token wins whatever it weighs."""
         for seed in range(8):
-            noise = exponential_noise(row_keys([seed] * 64, range(64)), mix(torch.arange(1, 4097)))
+            noise = exponential_noise(row_keys([seed] * 64, range(64)), murmur_finalize(torch.arange(1, 4097)))
             assert 1e-9 < float(noise.min()) < 1e-3
 
     def test_every_seed_has_a_key_of_its_own(self):
@@ -229,7 +229,7 @@ class TestNoise:
 
     def test_mixing_maps_no_two_numbers_to_one(self):
         numbers = torch.cat([torch.arange(-50_000, 50_000), torch.arange(1000) << 50])
-        assert len(mix(numbers).unique()) == len(numbers.unique())
+        assert len(murmur_finalize(numbers).unique()) == len(numbers.unique())
 
     def test_it_is_the_same_everywhere_and_for_good(self):
         assert row_keys([0, 42], [0, 7]).tolist() == KEYS

@@ -16,7 +16,7 @@ class PagedBatch:
     """A cache whose history is in place, the step's own q, k and v, and the dense K and V of every sequence."""
 
     cache: KVCache
-    meta: AttentionMetadata
+    metadata: AttentionMetadata
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -63,7 +63,7 @@ def paged_batch(
     queries = [query for _, query in seqs]
     ends = torch.tensor([0, *queries]).cumsum(0)
     widest = max(counts)
-    meta = AttentionMetadata(
+    metadata = AttentionMetadata(
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_tables=torch.tensor([t + [poison] * (widest - len(t)) for t in tables], dtype=torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
@@ -75,7 +75,7 @@ def paged_batch(
     own = [(k[history:], v[history:]) for (k, v), (history, _) in zip(dense, seqs, strict=True)]
     return PagedBatch(
         cache=cache,
-        meta=meta,
+        metadata=metadata,
         q=torch.randn(sum(queries), num_query_heads, head_dim, generator=gen).to(dtype),
         k=torch.cat([k for k, _ in own]),
         v=torch.cat([v for _, v in own]),
@@ -94,7 +94,7 @@ def reference(
     """Attention one query and one head at a time, in float64: [T, Hq, D]."""
     out = torch.empty(batch.q.shape, dtype=torch.float64)
     row = 0
-    for (k, v), num_queries in zip(batch.dense, batch.meta.query_lens_list, strict=True):
+    for (k, v), num_queries in zip(batch.dense, batch.metadata.query_lens_list, strict=True):
         group = batch.q.shape[1] // k.shape[1]
         for i in range(num_queries):
             position = k.shape[0] - num_queries + i

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from labcore import LLM, BeamSearchParams, SamplingParams
-from labcore.engine.beams import likeliest
+from labcore.engine.beams import top_logprobs
 from labcore.models import LoadedModel
 from labcore.request import Request
 from labcore.sampling.beam_search import BeamSearch
@@ -136,5 +136,5 @@ def expected_beams(prompt: Sequence[int], params: BeamSearchParams) -> list[tupl
     search = BeamSearch(params, (END,), params.max_tokens)
     while not search.done:
         rows = torch.stack([logits_of((*prompt, *beam.token_ids)) for beam in search.beams])
-        search.advance(likeliest(rows, [search.num_candidates] * len(search.beams)))
+        search.advance(top_logprobs(rows, [search.num_candidates] * len(search.beams)))
     return [text.token_ids for text in search.best()]

@@ -1,7 +1,6 @@
-"""From tensors to kernel launches, as plain data: which kernel, how many programs, with which arguments.
+"""Kernel launches as data: kernel, grid, arguments.
 
-A `Launch` can be run, and it can be looked at: the compile gate builds the very launches that a GPU would get, with no
-GPU in the machine.
+A `Launch` can be run, or compiled without a GPU: the compile gate builds the launches that a GPU would run.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from labcore.attention.kernels.tile_sizes import Tile
 from labcore.attention.kernels.triton_mode import triton
 
 PIECE = 2048
-"""Elements that one program of a block copy moves: 128 threads, two loads of 16 bytes each in 16 bits."""
+"""Elements per program of a block copy: in 16 bits, 128 threads with two 16-byte loads each."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: arguments by the kernel's own names, compile-time constants in capitals."""
+    """One kernel launch. args by the kernel's parameter names; constexprs in capitals."""
 
     kernel: object
     grid: tuple[int, ...]
@@ -39,8 +38,8 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """What a model's layer does to its scores, in the words of `AttentionBackend.attend`."""
+class ScoreOptions:
+    """A layer's score options: see `AttentionBackend.attend`."""
 
     scaling: float
     sliding_window: int | None = None
@@ -49,7 +48,7 @@ class Scoring:
 
 
 def store_launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> Launch:
-    """Write k and v, [T, Hkv, D], to their slots of the pool."""
+    """Write k and v, [T, Hkv, D], to the slots of slot_mapping."""
     num_tokens, num_heads, head_dim = k.shape
     args = dict(
         k=k,
@@ -74,12 +73,12 @@ def decode_launches(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    meta: AttentionMetadata,
-    scoring: Scoring,
+    metadata: AttentionMetadata,
+    score_options: ScoreOptions,
     tile: Tile,
     splits: int = 1,
 ) -> list[Launch]:
-    """Attention of one query per sequence, q and out [S, Hq, D]; a second launch joins `splits`, a power of two."""
+    """Decode attention, q and out [S, Hq, D]; if `splits`, a power of two, is above 1, a second launch reduces them."""
     num_seqs, num_heads, head_dim = q.shape
     group = num_heads // k_cache.shape[2]
     if group > tile.rows:
@@ -92,7 +91,7 @@ def decode_launches(
         out=partial,
         log_totals=log_totals,
         out_strides=partial.stride(),
-        **attention_args(q, k_cache, v_cache, meta, scoring, tile),
+        **attention_args(q, k_cache, v_cache, metadata, score_options, tile),
     )
     launch = Launch(paged_decode, (num_seqs, k_cache.shape[2], splits), args, tile.warps, tile.stages)
     if splits == 1:
@@ -111,43 +110,49 @@ def decode_launches(
 
 
 def prefill_launch(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scoring: Scoring, tile: Tile
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    score_options: ScoreOptions,
+    tile: Tile,
 ) -> Launch:
-    """Attention of any mix of queries, q and out [T, Hq, D]."""
+    """Attention of a mixed batch, q and out [T, Hq, D]."""
     num_tokens, num_heads, _ = q.shape
-    num_kv_heads, num_seqs = k_cache.shape[2], meta.seq_lens.shape[0]
+    num_kv_heads, num_seqs = k_cache.shape[2], metadata.seq_lens.shape[0]
     args = dict(
         out=out,
-        cu_seqlens=meta.cu_seqlens,
+        cu_seqlens=metadata.cu_seqlens,
         num_seqs=num_seqs,
         out_strides=out.stride(),
-        **attention_args(q, k_cache, v_cache, meta, scoring, tile),
+        **attention_args(q, k_cache, v_cache, metadata, score_options, tile),
     )
     tiles = num_tokens * (num_heads // num_kv_heads) // tile.rows + num_seqs
     return Launch(paged_prefill, (tiles, num_kv_heads), args, tile.warps, tile.stages)
 
 
 def attention_args(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scoring: Scoring, tile: Tile
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, score_options: ScoreOptions, tile: Tile
 ) -> dict[str, object]:
-    """What decode and prefill both take."""
+    """The arguments that decode and prefill share."""
     head_dim = q.shape[2]
     return dict(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
-        block_tables=meta.block_tables,
-        seq_lens=meta.seq_lens,
-        sinks=scoring.sinks,
-        scale=float(scoring.scaling),
+        block_tables=metadata.block_tables,
+        seq_lens=metadata.seq_lens,
+        sinks=score_options.sinks,
+        scale=float(score_options.scaling),
         q_strides=q.stride(),
         kv_strides=k_cache.stride(),
-        table_stride=meta.block_tables.stride(0),
+        table_stride=metadata.block_tables.stride(0),
         HEAD_DIM=head_dim,
         GROUP=q.shape[1] // k_cache.shape[2],
         BLOCK_SIZE=k_cache.shape[1],
-        WINDOW=scoring.sliding_window,
-        SOFTCAP=scoring.softcap,
+        WINDOW=score_options.sliding_window,
+        SOFTCAP=score_options.softcap,
         ROWS=tile.rows,
         DIMS=triton.next_power_of_2(head_dim),
         TILE=tile.keys,
@@ -157,7 +162,7 @@ def attention_args(
 def copy_launch(pools: Sequence[Tensor], pairs: Tensor) -> Launch:
     """Copy blocks, pairs [n, 2] int64 of (src, dst), in pools of one shape, layout and dtype.
 
-    Raises ValueError if the pools don't lie a multiple of 16 elements apart.
+    Raises ValueError if the distances between pools aren't multiples of 16 elements.
     """
     first = pools[0]
     _, block_size, num_heads, head_dim = first.shape

@@ -1,38 +1,38 @@
-"""Prefill, and any mix of prefill and decode: queries of many sequences in one launch.
+"""Paged prefill attention, and mixed batches of prefill and decode, in one launch. Built in notebook 03.
 
-A row of a tile is a pair (token, head of the group), head fastest: with G query heads per KV head, n query tokens are a
-run of n * G rows, cut into tiles of ROWS. No tile holds rows of two sequences:
+A row of a tile is a pair (token, query head of the group), head fastest: with G query heads per KV head, n query tokens
+are n * G rows, in tiles of ROWS. A tile holds rows of one sequence:
 
-    cu_seqlens [0, 1, 4, 6]: a decodes, b and c are in their prompts        G = 4, ROWS = 8
+    cu_seqlens [0, 1, 4, 6]: a decodes, b and c prefill                     G = 4, ROWS = 8
 
     tile 0           tile 1           tile 2           tile 3           tile 4
     a0a0a0a0         b0b0b0b0b1b1b1b1 b2b2b2b2         (left over)      c0c0c0c0c1c1c1c1
 
     first tile of s:  cu_seqlens[s] * G // ROWS + s      a: 0   b: 4 // 8 + 1 = 1   c: 16 // 8 + 2 = 4
 
-The formula leaves every sequence at least the tiles it needs, and no list of tiles has to travel from the host: a tile
-finds its owner by binary search in cu_seqlens. Tiles that are left over return at once.
+The formula gives every sequence at least the tiles it needs without a tile list from the host: a tile finds its
+sequence by binary search in cu_seqlens. Unneeded tiles return at once.
 
 Source: the query blocks of vLLM's unified Triton attention kernel.
 """
 
 from __future__ import annotations
 
-from labcore.attention.kernels.online_softmax import attend_tile, first_state, token_offsets, vectors
+from labcore.attention.kernels.online_softmax import attend_tile, init_softmax_state, row_offsets, token_offsets
 from labcore.attention.kernels.triton_mode import tl, triton
 
 
 @triton.jit
 def first_tile(cu_seqlens, seq, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The first tile of sequence `seq`. Built in notebook 03."""
+    """The first tile of sequence `seq`."""
     return tl.load(cu_seqlens + seq) * GROUP // ROWS + seq
 
 
 @triton.jit
 def find_owner(cu_seqlens, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence that a tile belongs to, its tokens [start, stop), and where among its rows the tile begins.
+    """The sequence of a tile, its query tokens [start, stop), and the tile's first row among the sequence's rows.
 
-    The owner is the last sequence whose first tile is not after this one. Built in notebook 03.
+    Binary search for the last sequence whose first tile is not after this one.
     """
     seq, high = 0, num_seqs
     while high - seq > 1:
@@ -49,9 +49,9 @@ def paged_prefill(
     kv_strides, table_stride, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Causal attention of q, [T, Hq, D], over each sequence's history and its own queries; out has q's shape.
+    """Causal attention of q, [T, Hq, D], over each sequence's cached tokens; out has q's shape.
 
-    Grid (T * G // ROWS + S, Hkv). Built in notebook 03.
+    Grid (T * G // ROWS + S, Hkv).
     """
     kv_head = tl.program_id(1)
     seq, start, stop, first_row = find_owner(cu_seqlens, tl.program_id(0), num_seqs, GROUP, ROWS)
@@ -60,19 +60,19 @@ def paged_prefill(
     seq_len, rows = tl.load(seq_lens + seq), first_row + tl.arange(0, ROWS)
     history, tokens, heads = seq_len - (stop - start), start + rows // GROUP, kv_head * GROUP + rows % GROUP
     starts = tokens.to(tl.int64) * q_strides[0] + heads * q_strides[1]
-    where, inside = vectors(starts, tokens < stop, q_strides[2], HEAD_DIM, DIMS)
-    q_tile = tl.load(q + where, mask=inside, other=0.0)
+    offsets, mask = row_offsets(starts, tokens < stop, q_strides[2], HEAD_DIM, DIMS)
+    q_tile = tl.load(q + offsets, mask=mask, other=0.0)
     first = 0 if WINDOW is None else tl.maximum(history + first_row // GROUP - WINDOW + 1, 0)
     last = tl.minimum(history + (first_row + ROWS - 1) // GROUP + 1, seq_len)
-    acc, peak, total = first_state(sinks, heads, tokens < stop, ROWS, DIMS)
+    acc, m_i, l_i = init_softmax_state(sinks, heads, tokens < stop, ROWS, DIMS)
     for key in range(first, last, TILE):
         keys = key + tl.arange(0, TILE)
         present, age = keys < last, (history + rows // GROUP)[:, None] - keys[None, :]
         seen = age >= 0 if WINDOW is None else (age >= 0) & (age < WINDOW)
-        offsets = token_offsets(block_tables + seq * table_stride, keys, present, kv_strides, BLOCK_SIZE)
-        acc, peak, total = attend_tile(
-            acc, peak, total, q_tile, k_cache, v_cache, offsets + kv_head * kv_strides[2], present,
+        key_offsets = token_offsets(block_tables + seq * table_stride, keys, present, kv_strides, BLOCK_SIZE)
+        acc, m_i, l_i = attend_tile(
+            acc, m_i, l_i, q_tile, k_cache, v_cache, key_offsets + kv_head * kv_strides[2], present,
             seen, scale, kv_strides[3], HEAD_DIM, DIMS, SOFTCAP)
     starts = tokens.to(tl.int64) * out_strides[0] + heads * out_strides[1]
-    where, inside = vectors(starts, tokens < stop, out_strides[2], HEAD_DIM, DIMS)
-    tl.store(out + where, acc / tl.where(total == 0, 1.0, total)[:, None], mask=inside)
+    offsets, mask = row_offsets(starts, tokens < stop, out_strides[2], HEAD_DIM, DIMS)
+    tl.store(out + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=mask)

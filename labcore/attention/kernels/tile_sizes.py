@@ -1,8 +1,7 @@
-"""How big a tile is, and who works on it: a small table by GPU generation and head size, a reason beside each row.
+"""Tile sizes and launch options of the kernels: a table by GPU generation and head size, with the reason of each row.
 
-There is no autotuning: the first step should not wait for a search, and the same step should run the same code twice.
-What the table promises is checked with no GPU: `labcore.attention.offline_compile` builds its rows for every target, and a test
-holds them to zero spilled registers and to each target's shared memory.
+No autotuning: the first step doesn't wait for a search, and equal steps run equal code. `labcore.attention.offline_compile`
+compiles every row for every target without a GPU; a test checks that no registers spill and that shared memory fits.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 
 INTERPRETER = 0
-"""The architecture of Triton's interpreter, which is no GPU's."""
+"""Stands for Triton's interpreter in place of a GPU architecture."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """rows × keys scores at a time, by `warps` warps of 32 threads, loads ahead by `stages`, as Triton counts them.
+    """A tile of rows × keys scores, computed by `warps` warps with `stages` software pipeline stages (Triton's num_stages).
 
-    A load of K or V waits for the block id that it needs, so each takes a stage: 3 stages fetch one tile of K and V
-    ahead, 5 stages two.
+    A load of K or V depends on a load of block ids, which takes a stage of its own: 3 stages prefetch one tile of K
+    and V, 5 stages two.
     """
 
     rows: int
@@ -31,8 +30,8 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of a table: for tensor cores or multiply-adds, architectures from `oldest` up, heads to `max_head_dim`."""
+class TileRow:
+    """A row of a table: tensor cores or not, architectures from `oldest` up, head sizes up to `max_head_dim`."""
 
     tensor_cores: bool
     oldest: int
@@ -42,35 +41,35 @@ class Row:
 
 
 DECODE = (
-    Row(True, 90, 128, Tile(16, 64, 4, 5), "two tiles of 2 × 16 KB ahead keep HBM3 busy; 3 programs fit in 228 KB"),
-    Row(True, 90, 256, Tile(16, 32, 4, 5), "half the keys at twice the head size: the same bytes ahead"),
-    Row(True, 80, 128, Tile(16, 64, 4, 3), "one tile ahead: 2 programs fit in the 100 KB of sm_86 and sm_89"),
-    Row(True, 80, 256, Tile(16, 32, 4, 3), "half the keys at twice the head size: the same bytes ahead"),
-    Row(False, 75, 64, Tile(16, 32, 4, 3), "multiply-adds keep scores and operands in registers: half the keys"),
-    Row(False, 75, 256, Tile(16, 16, 4, 3), "and a quarter from head size 80 up, or registers spill"),
+    TileRow(True, 90, 128, Tile(16, 64, 4, 5), "two tiles of 2 × 16 KB ahead saturate HBM3; 3 programs fit in 228 KB"),
+    TileRow(True, 90, 256, Tile(16, 32, 4, 5), "half the keys at twice the head size: the same bytes ahead"),
+    TileRow(True, 80, 128, Tile(16, 64, 4, 3), "one tile ahead: 2 programs fit in the 100 KB of sm_86 and sm_89"),
+    TileRow(True, 80, 256, Tile(16, 32, 4, 3), "half the keys at twice the head size: the same bytes ahead"),
+    TileRow(False, 75, 64, Tile(16, 32, 4, 3), "multiply-adds keep scores and operands in registers: half the keys"),
+    TileRow(False, 75, 256, Tile(16, 16, 4, 3), "and a quarter from head size 80 up, or registers spill"),
 )
-"""Tiles of a decode step. Rows are the query heads of one KV head: see `decode_tile`."""
+"""Decode tiles. Rows are the query heads of one KV head: see `decode_tile`."""
 
 PREFILL = (
-    Row(True, 80, 64, Tile(128, 64, 8, 3), "a key is used 128 times: bound by compute; all of it fits sm_86"),
-    Row(True, 90, 128, Tile(128, 64, 8, 3), "wgmma takes operands from shared memory: room for 64 keys in registers"),
-    Row(True, 80, 128, Tile(128, 32, 8, 3), "mma takes operands from registers: with 64 keys they would spill"),
-    Row(True, 80, 256, Tile(64, 32, 8, 3), "the output alone is 64 × 256 float32, 64 registers a thread"),
-    Row(False, 75, 64, Tile(32, 16, 4, 3), "multiply-adds: the largest tile without spills"),
-    Row(False, 75, 128, Tile(32, 16, 8, 3), "twice the head size on twice the warps: no spills"),
-    Row(False, 75, 256, Tile(16, 16, 8, 3), "half the rows: the output alone is 16 × 256 float32"),
+    TileRow(True, 80, 64, Tile(128, 64, 8, 3), "a key is used 128 times: compute-bound; fits sm_86"),
+    TileRow(True, 90, 128, Tile(128, 64, 8, 3), "wgmma takes operands from shared memory: room for 64 keys in registers"),
+    TileRow(True, 80, 128, Tile(128, 32, 8, 3), "mma takes operands from registers: with 64 keys they would spill"),
+    TileRow(True, 80, 256, Tile(64, 32, 8, 3), "the output alone is 64 × 256 float32, 64 registers a thread"),
+    TileRow(False, 75, 64, Tile(32, 16, 4, 3), "multiply-adds: the largest tile without spills"),
+    TileRow(False, 75, 128, Tile(32, 16, 8, 3), "twice the head size on twice the warps: no spills"),
+    TileRow(False, 75, 256, Tile(16, 16, 8, 3), "half the rows: the output alone is 16 × 256 float32"),
 )
-"""Tiles of a step with prompts in it. Rows are pairs of token and query head."""
+"""Prefill tiles. Rows are pairs of token and query head."""
 
 INTERPRETED = Tile(16, 64, 4, 1)
-"""The interpreter takes the same time for any tile: few, large ones."""
+"""The interpreter takes the same time for a tile of any size, so its tiles are large."""
 
 
 def decode_tile(architecture: int, head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """Tile of a decode step with `group` query heads per KV head.
+    """Decode tile with `group` query heads per KV head.
 
-    Tensor cores take 16 rows or more, so a small group is padded; multiply-adds do with the next power of two. From 32
-    rows up twice the warps share the rows. Raises ValueError for a GPU or a head size beyond the table.
+    Rows are the next power of two of `group`, at least 16 on tensor cores. From 32 rows up the warps are doubled.
+    Raises ValueError for a GPU or a head size outside the table.
     """
     rows = 1 << (group - 1).bit_length()
     if architecture == INTERPRETER:
@@ -81,17 +80,17 @@ def decode_tile(architecture: int, head_dim: int, dtype: torch.dtype, group: int
 
 
 def prefill_tile(architecture: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """Tile of any other step. Raises ValueError for a GPU or a head size beyond the table."""
+    """Prefill tile. Raises ValueError for a GPU or a head size outside the table."""
     if architecture == INTERPRETER:
         return replace(INTERPRETED, rows=64)
     return lookup(PREFILL, architecture, head_dim, dtype).tile
 
 
-def lookup(table: Sequence[Row], architecture: int, head_dim: int, dtype: torch.dtype) -> Row:
-    """The first row that fits.
+def lookup(table: Sequence[TileRow], architecture: int, head_dim: int, dtype: torch.dtype) -> TileRow:
+    """The first matching row.
 
-    float32 products run as multiply-adds, on every architecture: tensor cores would round their operands to TF32, with
-    10 bits of mantissa. And on Turing (sm_75) Triton emits no tensor-core instructions at all.
+    float32 never uses tensor cores, which would round operands to TF32, with 10 bits of mantissa. On Turing (sm_75)
+    Triton emits no tensor-core instructions for any dtype.
     """
     tensor_cores = architecture >= 80 and dtype.itemsize == 2
     for row in table:

@@ -1,12 +1,12 @@
-"""Compiled or interpreted: the one place that decides, before the first kernel exists.
+"""Triton mode of the process, compiled or interpreted, set before any kernel is defined.
 
-`@triton.jit` looks at `TRITON_INTERPRET` at the moment it decorates a function, so the choice has to be made before a
-kernel module is imported, and holds for the whole process. Kernel modules get `triton` and `tl` from here:
+`@triton.jit` reads `TRITON_INTERPRET` when it decorates a function, so the mode must be set before a kernel module is
+imported, and holds for the process. Kernel modules import `triton` and `tl` from here:
 
     from labcore.attention.kernels.triton_mode import tl, triton
 
-What is chosen: your own setting of TRITON_INTERPRET if there is one; else compiled where torch sees a GPU, and
-interpreted (every program of the grid in turn, as numpy on CPU tensors) where it doesn't.
+TRITON_INTERPRET decides if it is set. Otherwise kernels are compiled if torch sees a GPU, else interpreted (each program
+of the grid in turn, as numpy on CPU tensors).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """True when kernels run in Triton's interpreter, on CPU tensors."""
 
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
-    # transformers imports triton, so its library functions may have been decorated before the choice was made. Decorate
-    # them again, or a kernel's tl.sum would refuse to run "outside of the scope of a kernel".
+    # transformers imports triton, so Triton's library functions may be decorated already, in compiled mode. Reload them,
+    # or tl.sum raises "outside of the scope of a kernel".
     importlib.reload(sys.modules["triton.language.standard"])
     importlib.reload(tl)

@@ -1,1 +1,1 @@
-"""Compiles every kernel for six GPU generations on a machine with no GPU, and reads the machine code."""
+"""Ahead-of-time compilation of every kernel for six GPU generations, without a GPU, and analysis of the machine code."""

@@ -1,12 +1,11 @@
-"""The compile gate: every kernel built for six GPU generations on a machine with no GPU, and held to what they offer.
+"""The compile gate: compile every kernel for six GPU generations without a GPU, and check their resource limits.
 
-    python -m labcore.attention.offline_compile                      all of it, as a table
+    python -m labcore.attention.offline_compile                      all kernels, as a table
     python -m labcore.attention.offline_compile --json FILE          and the figures to a file
     python -m labcore.attention.offline_compile --kernel paged_decode --dtype float16 --head-dim 128 --target 90 --sass
 
-The interpreter says whether a kernel computes the right thing; it says nothing about whether a GPU's compiler takes it.
-So each kernel is compiled to machine code at the settings of `kernels/tile_sizes.py`, for each dtype and target, and the code
-is read: registers, spilled registers, shared memory, the instructions that matter.
+The interpreter tests a kernel's results, but not whether it compiles. The gate compiles each kernel with the settings of
+`kernels/tile_sizes.py` for each dtype and target, and reads registers, spills, shared memory and key instructions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 from labcore.attention.backend import AttentionMetadata
-from labcore.attention.kernels.launch import Launch, Scoring, copy_launch, decode_launches, prefill_launch, store_launch
+from labcore.attention.kernels.launch import Launch, ScoreOptions, copy_launch, decode_launches, prefill_launch, store_launch
 from labcore.attention.kernels.tile_sizes import decode_tile, prefill_tile
 from labcore.attention.kernels.triton_mode import triton
 from labcore.attention.offline_compile.cubin import build, cuobjdump
@@ -37,12 +36,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (64, 80, 128, 256)
 
 GROUP, NUM_KV_HEADS, BLOCK_SIZE, SPLITS = 4, 8, 16, 32
-"""Llama-3.1-8B's heads, vLLM's block size, and the splits of a single long sequence."""
+"""Heads of Llama-3.1-8B, vLLM's block size, and the splits of one long sequence."""
 
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A kernel to build. extras: with a sliding window, a softcap and sinks."""
+    """A kernel variant to compile. extras: with a sliding window, a softcap and sinks."""
 
     kernel: str
     dtype: str
@@ -52,7 +51,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every kernel × dtype × head size × target, bfloat16 where the target has it; two of them with extras, too."""
+    """Every kernel × dtype × head size × target, bfloat16 if the target supports it; the attention kernels also with extras."""
     cases = [
         Case(kernel, dtype, head_dim, target.architecture)
         for kernel, dtype, head_dim, target in product(KERNELS, DTYPES, HEAD_DIMS, TARGETS)
@@ -64,14 +63,14 @@ def all_cases() -> list[Case]:
 
 
 def launch_of(case: Case) -> Launch:
-    """The launch that the backend would make, on tensors that exist in name only."""
+    """The launch that the backend would make, on meta tensors."""
     dtype = getattr(torch, case.dtype)
     num_tokens, num_seqs, num_heads = 33, 7, GROUP * NUM_KV_HEADS
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def queries(rows: int, heads: int) -> torch.Tensor:  # as a model hands them over: one head after the other
+    def queries(rows: int, heads: int) -> torch.Tensor:  # strides as transformers passes them
         return tensor(heads, rows, case.head_dim).transpose(0, 1)
 
     pool = tensor(100, BLOCK_SIZE, NUM_KV_HEADS, case.head_dim)
@@ -80,7 +79,7 @@ def launch_of(case: Case) -> Launch:
     if case.kernel == "store_kv":
         k = queries(num_tokens, NUM_KV_HEADS)
         return store_launch(k, k, pool, pool, tensor(num_tokens, dtype=torch.int64))
-    meta = AttentionMetadata(
+    metadata = AttentionMetadata(
         slot_mapping=tensor(num_tokens, dtype=torch.int64),
         block_tables=tensor(num_seqs, 33, dtype=torch.int32),
         seq_lens=tensor(num_seqs, dtype=torch.int32),
@@ -89,20 +88,21 @@ def launch_of(case: Case) -> Launch:
         seq_lens_list=[],
         query_lens_list=[],
     )
-    scoring = Scoring(case.head_dim**-0.5)
+    score_options = ScoreOptions(case.head_dim**-0.5)
     if case.extras:
-        scoring = Scoring(case.head_dim**-0.5, sliding_window=1024, softcap=50.0, sinks=tensor(num_heads))
+        score_options = ScoreOptions(case.head_dim**-0.5, sliding_window=1024, softcap=50.0, sinks=tensor(num_heads))
     if case.kernel == "paged_prefill":
         q, out = queries(num_tokens, num_heads), tensor(num_tokens, num_heads, case.head_dim)
-        return prefill_launch(out, q, pool, pool, meta, scoring, prefill_tile(case.architecture, case.head_dim, dtype))
+        tile = prefill_tile(case.architecture, case.head_dim, dtype)
+        return prefill_launch(out, q, pool, pool, metadata, score_options, tile)
     q, out = queries(num_seqs, num_heads), tensor(num_seqs, num_heads, case.head_dim)
     tile = decode_tile(case.architecture, case.head_dim, dtype, GROUP)
-    decode, reduce = decode_launches(out, q, pool, pool, meta, scoring, tile, SPLITS)
+    decode, reduce = decode_launches(out, q, pool, pool, metadata, score_options, tile, SPLITS)
     return decode if case.kernel == "paged_decode" else reduce
 
 
 def figures_of(case: Case) -> dict[str, object]:
-    """Build a case: its tile, what the machine code needs, and how many programs a multiprocessor holds."""
+    """Compile a case: its tile, the resources of its machine code, and programs per multiprocessor (occupancy)."""
     launch = launch_of(case)
     code, _ = build(launch, case.architecture)
     programs = programs_per_processor(target_of(case.architecture), code.registers, launch.num_warps, code.shared)
@@ -112,7 +112,7 @@ def figures_of(case: Case) -> dict[str, object]:
 
 
 def compiler_process(*arguments: str, request: str = "") -> str:
-    """What `python -m labcore.attention.offline_compile` prints in a process of its own, which compiles whatever this one does.
+    """The output of `python -m labcore.attention.offline_compile` in a subprocess in compiled mode.
 
     Raises RuntimeError if it fails.
     """
@@ -125,29 +125,29 @@ def compiler_process(*arguments: str, request: str = "") -> str:
 
 
 def disassemble(case: Case) -> str:
-    """The machine code of a case as text, one instruction a line (SASS)."""
+    """The machine code of a case as text (SASS), one instruction per line."""
     return compiler_process("--disassemble", request=json.dumps([asdict(case)]))
 
 
 def build_all(cases: Sequence[Case], workers: int = 2) -> list[dict[str, object]]:
-    """Figures of all cases, in their order, from `workers` compiler processes."""
+    """Figures of all cases, in order, compiled by `workers` subprocesses."""
 
-    def work(share: Sequence[Case]) -> list[dict[str, object]]:
-        return json.loads(compiler_process("--worker", request=json.dumps([asdict(case) for case in share])))
+    def work(part: Sequence[Case]) -> list[dict[str, object]]:
+        return json.loads(compiler_process("--worker", request=json.dumps([asdict(case) for case in part])))
 
     with ThreadPoolExecutor(workers) as pool:
-        rows = [row for share in pool.map(work, [cases[i::workers] for i in range(workers)]) for row in share]
+        rows = [row for part in pool.map(work, [cases[i::workers] for i in range(workers)]) for row in part]
     order = {case: i for i, case in enumerate(cases)}
     return sorted(rows, key=lambda row: order[case_of(row)])
 
 
 def case_of(row: dict) -> Case:
-    """The case that a row of figures belongs to."""
+    """The case of a row of figures."""
     return Case(**{name: row[name] for name in Case.__dataclass_fields__})
 
 
 def shortcomings(row: dict) -> list[str]:
-    """What a target could not live with: one sentence each; none for a good row."""
+    """Violations of the target's limits, one sentence each; empty for a valid row."""
     limit = target_of(row["architecture"]).shared_per_program
     found = []
     if row["shared"] > limit:
@@ -178,7 +178,7 @@ COLUMNS = {
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The figures as aligned text."""
+    """The figures as an aligned text table."""
     cells = [list(COLUMNS.values())]
     cells += [["·" if row.get(name) in (None, False) else str(row[name]) for name in COLUMNS] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
@@ -186,13 +186,13 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def to_json(rows: Sequence[dict]) -> str:
-    """One row a line, so that a change shows in a diff as the rows that changed."""
+    """JSON with one row per line, for readable diffs."""
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     return f'{{"triton": "{triton.__version__}", "rows": [\n{body}\n]}}\n'
 
 
 def is_figures(start: str) -> bool:
-    """Whether a file that begins so was written from `to_json`."""
+    """Whether a file that begins with `start` was written from `to_json`."""
     return start.startswith('{"triton": ')
 
 
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dump([figures_of(case) for case in asked], sys.stdout)
         return 0
     if options.json:
-        refuse_foreign_file(options.json, is_figures, "a table of these figures")  # before minutes are spent
+        refuse_foreign_file(options.json, is_figures, "a table of these figures")  # fail before compiling
     wanted = {"kernel": options.kernel, "dtype": options.dtype, "head_dim": options.head_dim}
     wanted["architecture"] = options.target
     cases = [case for case in all_cases() if all(v in (None, getattr(case, name)) for name, v in wanted.items())]

@@ -1,7 +1,7 @@
-"""From a launch to machine code, with no GPU: build it for a target, and read what the code is made of.
+"""Compile a launch to machine code (cubin) without a GPU, and read its resources and instructions.
 
-Triton's package brings the assembler and the disassembler along. This needs a process in which kernels are compiled,
-not interpreted; `labcore.attention.offline_compile.compile_gate` starts one.
+Triton's package includes assembler and disassembler. Needs a process in compiled mode;
+`labcore.attention.offline_compile.compile_gate` starts one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-"""Triton's names of the element types."""
+"""Triton's type names."""
 
 TENSOR_CORE = r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b"
-"""PTX of a product on tensor cores: by one warp, by four from shared memory (sm_90), into tensor memory (sm_100)."""
+"""PTX of a tensor-core product: per warp, per warpgroup (sm_90), into tensor memory (sm_100)."""
 ASYNC_COPY = r"\bcp\.async\.c[ag]\b"
-"""PTX of a copy from global to shared memory that nobody waits for, and that passes through no register (sm_80 on)."""
+"""PTX of an asynchronous copy from global to shared memory (from sm_80)."""
 MULTIPLY_ADD = r"\bfma\.rn\.f32x?2?\b"
-"""PTX of a multiply-add, of one pair of numbers or of two (sm_100): what a product without tensor cores is made of."""
+"""PTX of a float32 fused multiply-add, scalar or packed in pairs (sm_100): a product without tensor cores."""
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a kernel takes and is made of.
+    """Resources and instruction counts of a compiled kernel.
 
     registers   per thread
-    stack       bytes per thread in slow local memory: where registers that there was no room for are spilled to
+    stack       bytes of local memory per thread: spilled registers
     shared      bytes of shared memory per program
-    tensor_core, async_copy, multiply_add      how many instructions of a kind
+    tensor_core, async_copy, multiply_add      number of PTX instructions
     """
 
     registers: int
@@ -55,14 +55,14 @@ class MachineCode:
 
 
 def build(launch: Launch, architecture: int) -> tuple[MachineCode, bytes]:
-    """Compile a launch for sm_`architecture`: its figures and the cubin, the binary that a GPU would load.
+    """Compile a launch for sm_`architecture`: its figures, and the cubin, the GPU's binary.
 
-    Raises RuntimeError in an interpreting process.
+    Raises RuntimeError in a process in interpreted mode.
     """
     if INTERPRETED:
         raise RuntimeError(
-            "kernels are interpreted in this process and can't be compiled here: use labcore.attention.offline_compile, "
-            "which starts one that compiles."
+            "kernels are interpreted in this process and can't be compiled here: use "
+            "labcore.attention.offline_compile.compile_gate, which starts one that compiles."
         )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
@@ -81,7 +81,7 @@ def build(launch: Launch, architecture: int) -> tuple[MachineCode, bytes]:
 
 
 def cuobjdump(cubin: bytes, what: str) -> str:
-    """What NVIDIA's cuobjdump, which comes with Triton, says of a cubin: "-res-usage", or "-sass" to disassemble it."""
+    """Output of NVIDIA's cuobjdump, part of Triton, for a cubin: "-res-usage", or "-sass" for the disassembly."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -90,7 +90,7 @@ def cuobjdump(cubin: bytes, what: str) -> str:
 
 
 def ast_source(launch: Launch) -> triton.compiler.ASTSource:
-    """What Triton's launcher would make of these arguments: types, compile-time constants, divisibility by 16."""
+    """Specialise a kernel as Triton's launcher would: argument types, constants, divisibility by 16."""
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(launch.kernel.params):
         value = launch.args[param.name]
@@ -111,14 +111,14 @@ def ast_source(launch: Launch) -> triton.compiler.ASTSource:
 
 
 def flattened(value: object, path: tuple[int, ...]) -> Iterable[tuple[tuple[int, ...], object]]:
-    """A value with its path, or each member of a tuple with its own."""
+    """(path, value) of a value, or of each member of a tuple."""
     if not isinstance(value, tuple):
         return [(path, value)]
     return [((*path, j), member) for j, member in enumerate(value)]
 
 
 def specialization(value: object, plain: bool) -> tuple[str, bool, bool]:
-    """Triton's type of an argument, whether it is compiled in, and whether it is known to be divisible by 16."""
+    """Triton's type of an argument, whether it is a constant, and whether it is divisible by 16."""
     if value is None:
         return "constexpr", True, False
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The GPU generations that the kernels are built for, and how many programs of a kernel fit on one multiprocessor."""
+"""Target GPU generations of the kernels, and occupancy. `programs_per_processor` is built in notebook 03."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 KB = 1024
 REGISTERS = 65_536
-"""32-bit registers of a multiprocessor, the same on all of them."""
+"""32-bit registers per multiprocessor, on every target."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A compute capability, as CUDA's programming guide gives it; memory in bytes.
+    """A compute capability, from CUDA's programming guide; memory in bytes.
 
-    shared_per_program     most shared memory that one program (thread block) may take
-    shared                 shared memory of a multiprocessor, of which each program costs `reserved` more
-    warps, programs        most that a multiprocessor holds at a time
+    shared_per_program     maximum shared memory per program (thread block)
+    shared                 shared memory per multiprocessor; each program takes `reserved` bytes more than it asks for
+    warps, programs        maximum resident warps and programs per multiprocessor
     """
 
     architecture: int
@@ -39,7 +39,7 @@ TARGETS = (
 
 
 def target_of(architecture: int) -> Target:
-    """The target of an architecture such as 90. Raises ValueError if the kernels aren't built for it."""
+    """The target of an architecture such as 90. Raises ValueError for an unsupported one."""
     for target in TARGETS:
         if target.architecture == architecture:
             return target
@@ -47,11 +47,10 @@ def target_of(architecture: int) -> Target:
 
 
 def programs_per_processor(target: Target, registers: int, warps: int, shared: int) -> int:
-    """How many programs a multiprocessor runs at a time, by registers, shared memory, warps and slots.
+    """Occupancy: resident programs per multiprocessor, limited by registers, shared memory, warps and program slots.
 
-    registers   per thread; hardware hands them out to a warp in portions of 256
+    registers   per thread; allocated per warp in units of 256
     shared      bytes per program
-    Built in notebook 03.
     """
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // per_warp // warps

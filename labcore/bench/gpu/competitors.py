@@ -16,17 +16,17 @@ def flashinfer_decode(problem: PagedProblem) -> Callable[[], object]:
     """FlashInfer's decode wrapper, planned once, as an engine plans once a step."""
     import flashinfer
 
-    meta, (pool, values) = problem.meta, (problem.cache.k[0], problem.cache.v[0])
-    counts = [-(-n // meta.block_size) for n in meta.seq_lens_list]
+    metadata, (pool, values) = problem.metadata, (problem.cache.k[0], problem.cache.v[0])
+    counts = [-(-n // metadata.block_size) for n in metadata.seq_lens_list]
     device = problem.q.device
     indptr = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
-    indices = torch.cat([row[:count] for row, count in zip(meta.block_tables, counts, strict=True)])
-    last = torch.tensor([(n - 1) % meta.block_size + 1 for n in meta.seq_lens_list], dtype=torch.int32, device=device)
+    indices = torch.cat([row[:count] for row, count in zip(metadata.block_tables, counts, strict=True)])
+    last = torch.tensor([(n - 1) % metadata.block_size + 1 for n in metadata.seq_lens_list], dtype=torch.int32, device=device)
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     num_heads, head_dim = problem.q.shape[1:]
     dtypes = dict(q_data_type=problem.q.dtype, kv_data_type=pool.dtype)
-    wrapper.plan(indptr, indices, last, num_heads, pool.shape[2], head_dim, meta.block_size, **dtypes)
+    wrapper.plan(indptr, indices, last, num_heads, pool.shape[2], head_dim, metadata.block_size, **dtypes)
     return lambda: wrapper.run(problem.q, (pool, values))
 
 
@@ -34,9 +34,9 @@ def flash_attention_decode(problem: PagedProblem) -> Callable[[], object]:
     """flash-attn's decode over a block table; its blocks are multiples of 256 tokens."""
     from flash_attn import flash_attn_with_kvcache
 
-    meta = problem.meta
+    metadata = problem.metadata
     q = problem.q[:, None]
-    options = dict(cache_seqlens=meta.seq_lens, block_table=meta.block_tables, causal=True)
+    options = dict(cache_seqlens=metadata.seq_lens, block_table=metadata.block_tables, causal=True)
     return lambda: flash_attn_with_kvcache(q, problem.cache.k[0], problem.cache.v[0], **options)
 
 
@@ -47,20 +47,20 @@ def vllm_decode(problem: PagedProblem) -> Callable[[], object]:
         for name in ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention")
         if find_spec(name) is not None
     )
-    meta, out = problem.meta, torch.empty_like(problem.q)
+    metadata, out = problem.metadata, torch.empty_like(problem.q)
     arguments = dict(
         q=problem.q,
         k=problem.cache.k[0],
         v=problem.cache.v[0],
         out=out,
-        cu_seqlens_q=meta.cu_seqlens,
+        cu_seqlens_q=metadata.cu_seqlens,
         max_seqlen_q=1,
-        seqused_k=meta.seq_lens,
-        max_seqlen_k=meta.max_seq_len,
+        seqused_k=metadata.seq_lens,
+        max_seqlen_k=metadata.max_seq_len,
         softmax_scale=problem.q.shape[2] ** -0.5,
         causal=True,
         window_size=(-1, -1),
-        block_table=meta.block_tables,
+        block_table=metadata.block_tables,
         softcap=0.0,
         q_descale=None,
         k_descale=None,

@@ -48,11 +48,11 @@ def checks(plan: Plan, deadline: Deadline) -> Iterator[Check]:
 def attention_check(what: str, problem: PagedProblem, options: dict) -> Check:
     """One step against the torch backend on copies of the same memory: in float64, and in float32 with options."""
     scaling = problem.q.shape[2] ** -0.5
-    out = TritonAttention().attend(problem.cache, 0, problem.q, problem.meta, scaling=scaling, **options)
+    out = TritonAttention().attend(problem.cache, 0, problem.q, problem.metadata, scaling=scaling, **options)
     precision = torch.float32 if options else torch.float64
     exact = KVCache(problem.cache.layers, 0, problem.cache.block_size, precision)
     exact.k, exact.v = [problem.cache.k[0].to(precision)], [problem.cache.v[0].to(precision)]
-    expected = TorchAttention().attend(exact, 0, problem.q.to(precision), problem.meta, scaling=scaling, **options)
+    expected = TorchAttention().attend(exact, 0, problem.q.to(precision), problem.metadata, scaling=scaling, **options)
     error = (out - expected).abs().max().item()
     return Check(what, error, error <= TOLERANCE[out.dtype])  # NaN is not <= anything
 
@@ -63,9 +63,9 @@ def move_checks(plan: Plan) -> Iterator[Check]:
     for dtype in (plan.dtype, torch.float32):
         ours, theirs = (paged_problem([(300, 40), (7, 7)], heads, dtype, plan.device) for _ in range(2))
         k, v = torch.randn(2, 47, heads.kv, heads.dim, device=plan.device).to(dtype)
-        ours.meta.slot_mapping[3] = theirs.meta.slot_mapping[3] = -1
+        ours.metadata.slot_mapping[3] = theirs.metadata.slot_mapping[3] = -1
         for backend, problem in ((TritonAttention(), ours), (TorchAttention(), theirs)):
-            backend.store(problem.cache, 0, k, v, problem.meta)
+            backend.store(problem.cache, 0, k, v, problem.metadata)
             backend.copy_blocks(problem.cache, [(0, 19), (3, 7), (0, 5)])
         bits = [torch.stack(problem.cache.k + problem.cache.v).view(torch.int16) for problem in (ours, theirs)]
         different = int((bits[0] != bits[1]).sum())
@@ -100,7 +100,7 @@ def decode_point(plan: Plan, batch: int, context: int, copy_gb_per_s: float) -> 
     """One point, and SDPA on the same K and V without pages."""
     problem = paged_problem([(context, 1)] * batch, plan.heads, plan.dtype, plan.device)
     backend, scaling = TritonAttention(), plan.heads.dim**-0.5
-    times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.meta, scaling=scaling))
+    times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.metadata, scaling=scaling))
     k, v = gathered(problem)
     q = problem.q[:, :, None]  # [S, Hq, 1, D]
     sdpa = plan.time_of(lambda: scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=True))
@@ -125,7 +125,7 @@ def prefill_point(plan: Plan, batch: int, length: int) -> PrefillPoint:
     heads = plan.heads
     problem = paged_problem([(length, length)] * batch, heads, plan.dtype, plan.device)
     backend, scaling = TritonAttention(), heads.dim**-0.5
-    times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.meta, scaling=scaling))
+    times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.metadata, scaling=scaling))
     k, v = gathered(problem)
     q = problem.q.view(batch, length, heads.query, heads.dim).transpose(1, 2).contiguous()
     sdpa = plan.time_of(lambda: scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
@@ -148,7 +148,7 @@ def tile_sweep(plan: Plan, copy_gb_per_s: float, deadline: Deadline) -> Iterator
 def tried(plan: Plan, backend: TritonAttention, problem: PagedProblem, copy_gb_per_s: float) -> dict:
     """Its share of a copy's bandwidth; or the error, where a tile takes more than this GPU has."""
     try:
-        times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.meta, scaling=0.1))
+        times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.metadata, scaling=0.1))
     except Exception as error:
         return {"error": type(error).__name__}
     return {"share_of_copy": round(problem.kv_bytes / times.median / 1e6 / copy_gb_per_s, 3)}

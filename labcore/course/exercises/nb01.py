@@ -86,8 +86,8 @@ def check_neighbour(Cache: Any) -> None:
 
     def ana_and_bo() -> tuple[Any, Any, Any]:
         cache = Cache([LayerShape(2, 2, 4)] * 2, num_slots=12)
-        for slab in (*cache.k, *cache.v):
-            slab.fill_(-1.0)
+        for buffer in (*cache.k, *cache.v):
+            buffer.fill_(-1.0)
         return cache, cache.allocator.allocate(4), cache.allocator.allocate(4)
 
     def tokens(first: int, count: int) -> Any:
@@ -108,24 +108,24 @@ def check_neighbour(Cache: Any) -> None:
         cache.extend(0, bo, 0, tokens(70, 4), tokens(80, 4))
         if stored:
             cache.extend(0, ana, 0, tokens(0, stored), tokens(10, stored))
-        before = [slab.clone() for slab in (*cache.k, *cache.v)]
+        before = [buffer.clone() for buffer in (*cache.k, *cache.v)]
         said = f"Ana's region has 4 slots and {stored} tokens; {new} more were written"
         refused = False
         try:
             cache.extend(0, ana, stored, tokens(50, new), tokens(60, new))
         except RuntimeError:
             refused = True
-        for slab, old in zip((cache.k[0], cache.v[0]), (before[0], before[2]), strict=True):
-            expect(torch.equal(slab[bo.start : bo.start + 4], old[bo.start : bo.start + 4]),
+        for buffer, old in zip((cache.k[0], cache.v[0]), (before[0], before[2]), strict=True):
+            expect(torch.equal(buffer[bo.start : bo.start + 4], old[bo.start : bo.start + 4]),
                    f"{said}, and Bo's first token changed", "Bo's slots to be his alone", hint=2)  # fmt: skip
         expect(refused, f"{said}, and nobody objected", "OutOfSlots to be raised: the tokens don't fit", hint=2)
-        same = all(torch.equal(slab, old) for slab, old in zip((*cache.k, *cache.v), before, strict=True))
+        same = all(torch.equal(buffer, old) for buffer, old in zip((*cache.k, *cache.v), before, strict=True))
         expect(same, f"{said}: refused, but some of them had been written first", "nothing to change", hint=3)
 
 
-def check_busy_share(busy_share: Any) -> None:
+def check_utilization(utilization: Any) -> None:
     def about(spans: list[Span], expected: float, what: str, hint: int) -> None:
-        got = float(busy_share(spans))
+        got = float(utilization(spans))
         expect(0 <= got <= 1, f"{what}: got {got:g}", "a share, from 0 to 1", hint=1)
         expect(abs(got - expected) < 1e-6, f"{what}: got {got:.3f}", f"{expected:.3f}", hint=hint)
 
@@ -190,19 +190,19 @@ EXERCISES = (
         seen_in="gittensor-ai-lab/sparkinfer#110",
     ),
     Exercise(
-        id="01.busy_share",
+        id="01.utilization",
         title="how busy are the seats",
         minutes=8,
         difficulty=2,
-        spec="`busy_share(spans)` returns the share of the seats' time, from 0 to 1, that is work: prefill and decode, against "
-        "those and idle. Who is waiting has no seat yet.",
-        check=check_busy_share,
+        spec="`utilization(spans)` returns the share of the seats' time, from 0 to 1, that is work: prefill and decode, "
+        "against those and idle. Who is waiting has no seat yet.",
+        check=check_utilization,
         passed="prefill and decode over all the time that seats are held.",
         hints=(
             "A span lasts from start to stop: add up time, don't count spans.",
             "Idle time belongs below the line and not above it.",
             "Waiting happens outside of the batch: it belongs neither above nor below the line.",
         ),
-        reference="baseline.naive.busy_share",
+        reference="baseline.naive.utilization",
     ),
 )

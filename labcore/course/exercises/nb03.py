@@ -158,7 +158,7 @@ EXERCISES = (
         title="the peak moves",
         minutes=15,
         difficulty=2,
-        spec="online_softmax(scores, peak, total) takes one more tile of scores, in units of log2, and returns the "
+        spec="online_softmax(scores, m_i, l_i) takes one more tile of scores, in units of log2, and returns the "
         "tile's weights, the factor for everything that was summed before, and the new peak and total of each row. A "
         "row that has seen nothing yet has the peak -inf; neither its weights nor its factor may be NaN.",
         check=check_rescale,

@@ -25,14 +25,14 @@ def each_tile(
 ):  # fmt: skip
     """Hand tile after tile of scores, [tiles, ROWS, TILE], to STEP, and write down what it answers each time."""
     rows, keys = tl.arange(0, ROWS), tl.arange(0, TILE)
-    peak, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    m_i, l_i = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for i in range(0, num_tiles):
         where = (i * ROWS + rows)[:, None] * TILE + keys[None, :]
-        weight, rescale, peak, total = STEP(tl.load(scores + where), peak, total)
+        weight, rescale, m_i, l_i = STEP(tl.load(scores + where), m_i, l_i)
         tl.store(weights + where, weight)
         tl.store(rescales + i * ROWS + rows, rescale)
-        tl.store(peaks + i * ROWS + rows, peak)
-        tl.store(totals + i * ROWS + rows, total)
+        tl.store(peaks + i * ROWS + rows, m_i)
+        tl.store(totals + i * ROWS + rows, l_i)
 
 
 def fold(step: object, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +72,7 @@ def used_pool(lens: Sequence[int], num_query_heads: int = 4, block_size: int = 1
     problem = paged_problem([(n, 1) for n in lens], heads, torch.float32, DEVICE, block_size)
     for pool in (problem.cache.k[0], problem.cache.v[0]):
         pool.copy_(pool.roll(1, 0))
-    for table, n in zip(problem.meta.block_tables, lens, strict=True):
+    for table, n in zip(problem.metadata.block_tables, lens, strict=True):
         table += 1
         table[-(-n // block_size) :] = 2**31 - 1
     return problem
@@ -80,11 +80,11 @@ def used_pool(lens: Sequence[int], num_query_heads: int = 4, block_size: int = 1
 
 def expected_decode(problem: PagedProblem, scaling: float) -> Tensor:
     """Attention of a decode step in float64, one sequence after the other, [S, Hq, D]."""
-    meta, pools = problem.meta, (problem.cache.k[0], problem.cache.v[0])
+    metadata, pools = problem.metadata, (problem.cache.k[0], problem.cache.v[0])
     out = []
-    for q, table, n in zip(problem.q, meta.block_tables, meta.seq_lens_list, strict=True):
+    for q, table, n in zip(problem.q, metadata.block_tables, metadata.seq_lens_list, strict=True):
         positions = torch.arange(n, device=DEVICE)
-        blocks, slots = table[positions // meta.block_size].long(), positions % meta.block_size
+        blocks, slots = table[positions // metadata.block_size].long(), positions % metadata.block_size
         k, v = (pool[blocks, slots].double().repeat_interleave(q.shape[0] // pool.shape[2], 1) for pool in pools)
         weights = (torch.einsum("hd,nhd->hn", q.double(), k) * scaling).softmax(1)
         out.append(torch.einsum("hn,nhd->hd", weights, v))
@@ -94,7 +94,7 @@ def expected_decode(problem: PagedProblem, scaling: float) -> Tensor:
 def decoded(kernel: object, problem: PagedProblem, scaling: float, splits: int = 1) -> Tensor:
     """What a `paged_decode` of one's own makes of a step, in tiles of 16 keys."""
     backend = TritonAttention(Tile(16, 16, 4, 2), splits, {"paged_decode": kernel})
-    return backend.attend(problem.cache, 0, problem.q, problem.meta, scaling=scaling).cpu()
+    return backend.attend(problem.cache, 0, problem.q, problem.metadata, scaling=scaling).cpu()
 
 
 def joined(kernel: object, partial: Tensor, log_totals: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ def joined(kernel: object, partial: Tensor, log_totals: Tensor) -> Tensor:
 
 def one_query(kernel: object, problem: PagedProblem) -> Tensor:
     """The bug hunt's kernel on each sequence of a step with one query head: [S, D]."""
-    (pool, values), meta = (problem.cache.k[0], problem.cache.v[0]), problem.meta
+    (pool, values), metadata = (problem.cache.k[0], problem.cache.v[0]), problem.metadata
     out = torch.full_like(problem.q[:, 0], float("nan"))
-    for i, n in enumerate(meta.seq_lens_list):
-        sizes = dict(BLOCK_SIZE=meta.block_size, DIMS=pool.shape[3], TILE=16)
-        kernel[(1,)](out[i], problem.q[i, 0], pool, values, meta.block_tables[i], n, pool.stride(0), **sizes)
+    for i, n in enumerate(metadata.seq_lens_list):
+        sizes = dict(BLOCK_SIZE=metadata.block_size, DIMS=pool.shape[3], TILE=16)
+        kernel[(1,)](out[i], problem.q[i, 0], pool, values, metadata.block_tables[i], n, pool.stride(0), **sizes)
     return out.cpu()

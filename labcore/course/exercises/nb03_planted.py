@@ -33,16 +33,16 @@ def mended_decode(
 ):
     """`colleagues_decode` without its defect: a slot that doesn't count is not read, neither its K nor its V."""
     dims, tokens = tl.arange(0, DIMS), tl.arange(0, TILE)
-    query, peak, total, acc = tl.load(q + dims), float("-inf"), 0.0, tl.zeros([DIMS], tl.float32)
+    query, m_i, l_i, acc = tl.load(q + dims), float("-inf"), 0.0, tl.zeros([DIMS], tl.float32)
     for first in range(0, n, TILE):
         there = first + tokens < n
         blocks = tl.load(table + (first + tokens) // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-        where = (blocks * block_stride + (first + tokens) % BLOCK_SIZE * DIMS)[:, None] + dims[None, :]
-        k = tl.load(k_cache + where, mask=there[:, None], other=0.0)
-        v = tl.load(v_cache + where, mask=there[:, None], other=0.0)
+        offsets = (blocks * block_stride + (first + tokens) % BLOCK_SIZE * DIMS)[:, None] + dims[None, :]
+        k = tl.load(k_cache + offsets, mask=there[:, None], other=0.0)
+        v = tl.load(v_cache + offsets, mask=there[:, None], other=0.0)
         scores = tl.where(there, tl.sum(k * query[None, :], axis=1), float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=0))
+        higher = tl.maximum(m_i, tl.max(scores, axis=0))
         weights = tl.exp(scores - higher)
-        acc = acc * tl.exp(peak - higher) + tl.sum(weights[:, None] * v, axis=0)
-        total, peak = total * tl.exp(peak - higher) + tl.sum(weights, axis=0), higher
-    tl.store(out + dims, acc / total)
+        acc = acc * tl.exp(m_i - higher) + tl.sum(weights[:, None] * v, axis=0)
+        l_i, m_i = l_i * tl.exp(m_i - higher) + tl.sum(weights, axis=0), higher
+    tl.store(out + dims, acc / l_i)

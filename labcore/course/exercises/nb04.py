@@ -66,13 +66,15 @@ def check_queue(WaitingQueue: Any) -> None:
     expect_equal(who(queue.peek()), "cy", f"{said}; Ana was popped, Bo hung up; peek()", hint=2)
     queue.push(ana)
     expect_equal(who(queue.pop()), "ana", f"{said}; Ana was popped and pushed again; pop()", hint=3)
+    for name, arrival in (("di", 5), ("eve", 6), ("fay", 7)):
+        queue.push(new_request(name, arrival, 4))
     queue.discard(cy)
     again = new_request("cy", 9, 4)
-    queue.push(new_request("di", 5, 4))
     queue.push(again)
-    said = "Cy hung up, Di came, and then another Cy"
+    said = "Di, Eve and Fay came, Cy hung up, and there came another Cy"
     expect_equal(who(queue.pop()), "di", f"{said}; pop()", hint=2)
-    expect(queue.pop() is again, f"{said}; Di was popped; pop() gave the Cy who hung up", "the one who came", hint=2)
+    expect_equal([who(queue.pop()), who(queue.pop())], ["eve", "fay"], f"{said}; two more pop()", hint=2)
+    expect(queue.pop() is again, f"{said}; three were popped; pop() gave the Cy who hung up", "the one who came", hint=2)
     expect_equal(len(queue), 0, f"{said}; len(queue) after all were popped", hint=3)
     check_no_search(WaitingQueue)
 
@@ -230,17 +232,28 @@ def check_victims(Scheduler: Any) -> None:
     expect_victims(Scheduler, [a, c, d], 2, ["d", "c"], said, hint=3, twins=("c", "d"))
     said = "a (priority 1), c (5) and d (9) run on 4 seats; d holds 2 blocks, and a the same two; urgent (1) needs 3 blocks"
     expect_victims(Scheduler, [a, c, d], 3, None, said, hint=3, priority=1, twins=("a", "d"))
+    late = ("late", 0, 9500)  # urgent, and came when the others had waited for long: the last of all
+    full = "a (priority 1), c (5), d (9) and last late (0, came in step 9500) run on 4 seats, 2 blocks each"
+    expect_victims(
+        Scheduler, [a, c, d, late], 0, ["d"], f"{full}; urgent (2) needs a seat and outranks c and d", 3, priority=2
+    )
+    expect_victims(Scheduler, [a, c, d, late], 3, ["d", "c"], f"{full}; urgent (2) needs 3 blocks", 3, priority=2)
+    expect_victims(Scheduler, [a, c, d, late], 5, None, f"{full}; urgent (2) needs 5 blocks", 3, priority=2)
 
 
 def expect_victims(
-    Scheduler: Any, running: Sequence[tuple[str, int]], missing: int, expected: list[str] | None, said: str,
+    Scheduler: Any, running: Sequence[tuple], missing: int, expected: list[str] | None, said: str,
     hint: int = 1,
     *, priority: int = 0, shared: str = "", twins: tuple[str, str] = ("", ""),
 ) -> None:  # fmt: skip
-    """Put these in the seats, ask for the victims, and see that nothing else happened."""
+    """Put these in the seats, ask for the victims, and see that nothing else happened.
+
+    running: (name, priority) each, and the step of arrival if it isn't 0
+    """
     scheduler = scheduler_of(Scheduler, num_blocks=12, seats=4, policy=PriorityWithAging(1000))
-    for arrival, (name, urgency) in enumerate(running):
+    for arrival, (name, urgency, *came) in enumerate(running):
         request = new_request(name, arrival, 2 * SIZE, priority=urgency)
+        request.arrival_step = came[0] if came else 0
         request.table = BlockTable(scheduler.pool)
         scheduler._join(request, [])
         if name == twins[1]:
@@ -255,7 +268,7 @@ def expect_victims(
         expect(isinstance(victims, list), f"{said}; _victims gave {show(victims)}", "a list of requests, or None", hint)
         victims = names(victims)
     expect_equal(victims, expected, f"{said}: those who have to go", hint)
-    same = names(scheduler.running) == [name for name, _ in running] and scheduler.pool.num_free == free
+    same = names(scheduler.running) == [name for name, *_ in running] and scheduler.pool.num_free == free
     expect(same, f"{said}; _victims has changed who runs, or the pool", "it to say whom, and to change nothing", hint=1)
 
 
@@ -409,16 +422,17 @@ EXERCISES = (
         difficulty=3,
         spec="`_victims(urgent, missing)` returns the running requests that have to go so that urgent gets a "
         "seat and `missing` more blocks: the least entitled first, no more than needed, nobody whom it doesn't "
-        "outrank. [] if nobody has to go, None if that wouldn't do. A block comes free with the last of its "
-        "owners (`pool.refcount`). Nothing is changed.",
+        "outrank, wherever they stand. [] if nobody has to go, None if that wouldn't do. A block comes free with the "
+        "last of its owners (`pool.refcount`). Nothing is changed.",
         check=check_victims,
         passed="names as few as it takes, from the end of the list, and nobody at all if it would be in vain",
         hints=(
             "`self.running` is sorted, most entitled first: walk it from its end. Only say whom; somebody else acts.",
             "Keep two counts of what is still needed, seats and blocks, and stop as soon as both are used up. "
             "How many seats are needed if some are free?",
-            "The walk ends when enough is found, or when the next one is not outranked. Is enough found then? "
-            "And which blocks come free: those that as many victims hold as they have owners.",
+            "Whoever is not outranked is passed over, even at the end of the list. The walk ends when enough is found, "
+            "or with the list. Is enough found then? And which blocks come free: those that as many victims hold as "
+            "they have owners.",
         ),
         reference="scheduler.scheduler.Scheduler",
     ),

@@ -112,6 +112,7 @@ def check_match(HashedPrefixCache: Any) -> None:
         library.cache.match(opted_out), [], f"{known}; a request with use_prefix_cache=False asked for it", hint=2
     )
     check_chain_is_left(library, known, [the, sea])
+    check_look_up_goes_on(HashedPrefixCache)
     check_collisions(HashedPrefixCache)
     check_many_texts(HashedPrefixCache)
 
@@ -124,6 +125,27 @@ def check_chain_is_left(library: Library, known: str, blocks: list[int]) -> None
         expect_equal(
             chain, blocks, f"{known}; “the sea is wild” was looked up {time}: the blocks in prefix_chain", hint=3
         )
+
+
+def check_look_up_goes_on(HashedPrefixCache: Any) -> None:
+    """The same request is looked up again, after a block was handed out, and after it computed some of its own."""
+    library = Library(HashedPrefixCache(4))
+    the, sea, is_c = library.put("the sea is calm")
+    known = f"“the sea is calm” is published in blocks {the}, {sea} and {is_c}, and “the sea is calm.” was looked up"
+    request = asked("the sea is calm.")
+    library.cache.match(request)
+    library.cache.forget([sea])
+    expect_equal(library.cache.match(request), [the], f"{known}; block {sea} was handed out; a second look-up", hint=3)
+    twin = library.put("the sea is calm")[1]
+    expect_equal(
+        library.cache.match(request)[:2], [the, twin], f"{known}; “sea ” went, and came again; a third look-up", hint=3
+    )
+    library = Library(HashedPrefixCache(4))
+    the, sea, _ = library.put("the sea is calm")
+    request = asked("the sea is wild")
+    blocks = library.compute(request)
+    said = f"“the sea is wild” found blocks {the} and {sea}, and computed and published {blocks[2]}; it was looked up again"
+    expect_equal(library.cache.match(request), blocks, said, hint=3)
 
 
 def check_collisions(HashedPrefixCache: Any) -> None:
@@ -302,14 +324,17 @@ class Library:
 
     def put(self, text: str) -> list[int]:
         """A request for this text comes, is computed and published; its full blocks are returned."""
-        request = asked(text)
+        return self.compute(asked(text))
+
+    def compute(self, request: Request) -> list[int]:
+        """It finds what is there, computes the rest and publishes it; its full blocks are returned."""
         found = list(self.cache.match(request))
         request.table = BlockTable(self.pool)
         request.table.adopt(found)
-        request.table.append(len(text) - request.table.num_tokens)
-        request.num_computed_tokens = len(text)
+        request.table.append(request.num_tokens - request.table.num_tokens)
+        request.num_computed_tokens = request.num_tokens
         self.cache.publish(request)
-        return request.table.blocks[: len(text) // self.pool.block_size]
+        return request.table.blocks[: request.num_tokens // self.pool.block_size]
 
 
 def asked(text: str, use_prefix_cache: bool = True) -> Request:
@@ -353,18 +378,20 @@ EXERCISES = (
         "tokens, and has this very parent; None if there is no such block. `match(request)` returns the blocks "
         "that hold the request's first tokens, in order, and never so many that no token is left to compute. The "
         "parent of each is the block found before it (None for the first). The first one that is not found ends "
-        "the search. The CachedBlocks found are left in `request.prefix_chain`, a new list at each call. With "
-        "use_prefix_cache=False, nothing is found.",
+        "the search. `chain, blocks = self._resume(request)` gives what needn't be looked up again, CachedBlocks and "
+        "blocks; what is found is added to both. The CachedBlocks are left in `request.prefix_chain`, a new list at "
+        "each call. With use_prefix_cache=False, nothing is found.",
         check=check_match,
         passed="finds what is there and leaves a token to compute; 60 texts under a hash of 3 bits, and none reads "
         "another's",
         hints=(
             "`_identities(request, n)` gives (key, content) of the first n blocks, `_by_key` knows the CachedBlock "
-            "under a key. Go along until one is missing.",
+            "under a key. Go along, from the first that `_resume` doesn't give you, until one is missing.",
             "Of 12 tokens in blocks of 4, only two blocks may be found: somebody has to compute the last token, or "
             "there is nothing to draw the next one from. How many blocks for 13?",
             "The key says where to look, and no more. Hold the content against yours, and the parent against the "
-            "CachedBlock that you found one step before; and begin a new prefix_chain each time.",
+            "CachedBlock that you found one step before. The two lists of `_resume` stay the cache's own: leave a copy "
+            "in prefix_chain, which the request will add to, and return a copy.",
         ),
         reference="kvcache.prefix.HashedPrefixCache",
     ),

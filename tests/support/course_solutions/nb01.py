@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labcore.baseline.naive import ContiguousCache, OutOfSlots, Region, RegionAllocator, busy_share, kv_bytes_per_token
+from labcore.baseline.naive import ContiguousCache, OutOfSlots, Region, RegionAllocator, kv_bytes_per_token, utilization
 from labcore.course.exercises.nb01_planted import CarelessCache
 
 
@@ -200,7 +200,7 @@ RIGHT = {
     "01.kv_bytes": [kv_bytes_per_token, kv_bytes_by_adding],
     "01.free": [RegionAllocator, FreesByMap, FreesNeighbours],
     "01.neighbour": [ContiguousCache, ChecksTheSize, WritesTokenByToken],
-    "01.busy_share": [busy_share, busy_by_idle],
+    "01.utilization": [utilization, busy_by_idle],
 }
 
 WRONG = {
@@ -225,7 +225,7 @@ WRONG = {
         (DropsWhatDoesNotFit, "nobody objected"),
         (WritesWhatFitsAndThenRefuses, "had been written first"),
     ],
-    "01.busy_share": [
+    "01.utilization": [
         (counts_waiting, "without a seat"),
         (forgets_prefill, "1 step of prefill"),
         (counts_spans, "Ana works for 4 steps"),

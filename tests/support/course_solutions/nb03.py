@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labcore.attention.kernels.decode import group_rows, paged_decode, reduce_splits, split_range
-from labcore.attention.kernels.online_softmax import attend_tile, first_state, online_softmax, token_offsets, vectors
+from labcore.attention.kernels.online_softmax import attend_tile, init_softmax_state, online_softmax, row_offsets, token_offsets
 from labcore.attention.kernels.triton_mode import tl, triton
 from labcore.course.exercises.nb03_planted import colleagues_decode, mended_decode
 
@@ -19,57 +19,57 @@ class With:
 
 
 @triton.jit
-def softmax_by_natural_steps(scores, peak, total):
+def softmax_by_natural_steps(scores, m_i, l_i):
     """The rescale factor first, by a select; the weights masked by hand."""
     highest = tl.max(scores, 1)
-    higher = tl.where(highest > peak, highest, peak)
+    higher = tl.where(highest > m_i, highest, m_i)
     seen = higher > float("-inf")
-    rescale = tl.where(peak > float("-inf"), tl.exp2(peak - tl.where(seen, higher, 0.0)), 0.0)
+    rescale = tl.where(m_i > float("-inf"), tl.exp2(m_i - tl.where(seen, higher, 0.0)), 0.0)
     weights = tl.where(scores > float("-inf"), tl.exp2(scores - tl.where(seen, higher, 0.0)[:, None]), 0.0)
-    return weights, rescale, higher, tl.sum(weights, 1) + rescale * total
+    return weights, rescale, higher, tl.sum(weights, 1) + rescale * l_i
 
 
 @triton.jit
-def forgets_the_total(scores, peak, total):
-    new = tl.maximum(peak, tl.max(scores, axis=1))
+def forgets_the_total(scores, m_i, l_i):
+    new = tl.maximum(m_i, tl.max(scores, axis=1))
     origin = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - origin[:, None])
-    return weights, tl.exp2(peak - origin), new, total + tl.sum(weights, axis=1)
+    return weights, tl.exp2(m_i - origin), new, l_i + tl.sum(weights, axis=1)
 
 
 @triton.jit
-def rescales_the_wrong_way(scores, peak, total):
-    new = tl.maximum(peak, tl.max(scores, axis=1))
+def rescales_the_wrong_way(scores, m_i, l_i):
+    new = tl.maximum(m_i, tl.max(scores, axis=1))
     origin = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - origin[:, None])
-    rescale = tl.exp2(origin - tl.where(peak == float("-inf"), origin, peak))
-    return weights, rescale, new, total * rescale + tl.sum(weights, axis=1)
+    rescale = tl.exp2(origin - tl.where(m_i == float("-inf"), origin, m_i))
+    return weights, rescale, new, l_i * rescale + tl.sum(weights, axis=1)
 
 
 @triton.jit
-def keeps_the_tiles_own_peak(scores, peak, total):
+def keeps_the_tiles_own_peak(scores, m_i, l_i):
     new = tl.max(scores, axis=1)
     origin = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - origin[:, None])
-    rescale = tl.exp2(peak - origin)
-    return weights, rescale, new, total * rescale + tl.sum(weights, axis=1)
+    rescale = tl.exp2(m_i - origin)
+    return weights, rescale, new, l_i * rescale + tl.sum(weights, axis=1)
 
 
 @triton.jit
-def forgets_that_a_row_may_see_nothing(scores, peak, total):
-    new = tl.maximum(peak, tl.max(scores, axis=1))
+def forgets_that_a_row_may_see_nothing(scores, m_i, l_i):
+    new = tl.maximum(m_i, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new[:, None])
-    rescale = tl.exp2(peak - new)
-    return weights, rescale, new, total * rescale + tl.sum(weights, axis=1)
+    rescale = tl.exp2(m_i - new)
+    return weights, rescale, new, l_i * rescale + tl.sum(weights, axis=1)
 
 
 @triton.jit
-def takes_e_for_two(scores, peak, total):
-    new = tl.maximum(peak, tl.max(scores, axis=1))
+def takes_e_for_two(scores, m_i, l_i):
+    new = tl.maximum(m_i, tl.max(scores, axis=1))
     origin = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp(scores - origin[:, None])
-    rescale = tl.exp(peak - origin)
-    return weights, rescale, new, total * rescale + tl.sum(weights, axis=1)
+    rescale = tl.exp(m_i - origin)
+    return weights, rescale, new, l_i * rescale + tl.sum(weights, axis=1)
 
 
 @triton.jit
@@ -113,26 +113,26 @@ def masked_decode(
     """paged_decode with another mask, PRESENT(keys, end, seq_len)."""
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     heads, valid = group_rows(kv_head, GROUP, ROWS)
-    where, inside = vectors(seq * q_strides[0] + heads * q_strides[1], valid, q_strides[2], HEAD_DIM, DIMS)
-    q_tile = tl.load(q + where, mask=inside, other=0.0)
+    offsets, mask = row_offsets(seq * q_strides[0] + heads * q_strides[1], valid, q_strides[2], HEAD_DIM, DIMS)
+    q_tile = tl.load(q + offsets, mask=mask, other=0.0)
     seq_len = tl.load(seq_lens + seq)
     begin, end = split_range(seq_len, split, tl.num_programs(2), WINDOW, TILE)
-    acc, peak, total = first_state(sinks, heads, valid & (split == 0), ROWS, DIMS)
+    acc, m_i, l_i = init_softmax_state(sinks, heads, valid & (split == 0), ROWS, DIMS)
     for key in range(begin, end, TILE):
         keys = key + tl.arange(0, TILE)
         present = PRESENT(keys, end, seq_len)
         in_table = present & (keys < tl.cdiv(seq_len, BLOCK_SIZE) * BLOCK_SIZE)  # beyond it there is no memory to read
-        offsets = token_offsets(block_tables + seq * table_stride, keys, in_table, kv_strides, BLOCK_SIZE)
-        acc, peak, total = attend_tile(
-            acc, peak, total, q_tile, k_cache, v_cache, offsets + kv_head * kv_strides[2], in_table,
+        key_offsets = token_offsets(block_tables + seq * table_stride, keys, in_table, kv_strides, BLOCK_SIZE)
+        acc, m_i, l_i = attend_tile(
+            acc, m_i, l_i, q_tile, k_cache, v_cache, key_offsets + kv_head * kv_strides[2], in_table,
             present[None, :], scale, kv_strides[3], HEAD_DIM, DIMS, SOFTCAP)  # fmt: skip
-    total = tl.where(total == 0, 1.0, total)
+    l_i = tl.where(l_i == 0, 1.0, l_i)
     starts = seq * out_strides[0] + heads * out_strides[1] + split * out_strides[2]
-    where, inside = vectors(starts, valid, out_strides[3], HEAD_DIM, DIMS)
-    tl.store(out + where, acc / total[:, None], mask=inside)
+    offsets, mask = row_offsets(starts, valid, out_strides[3], HEAD_DIM, DIMS)
+    tl.store(out + offsets, acc / l_i[:, None], mask=mask)
     if log_totals is not None:
-        where = (seq * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
-        tl.store(log_totals + where, peak + tl.log2(total), mask=valid)
+        offsets = (seq * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
+        tl.store(log_totals + offsets, m_i + tl.log2(l_i), mask=valid)
 
 
 @triton.jit
@@ -170,16 +170,16 @@ def joining_reduce(
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
     log_total = tl.load(log_totals + (seq * tl.num_programs(1) + head) * SPLITS + splits)
     starts = seq * partial_strides[0] + head * partial_strides[1] + splits * partial_strides[2]
-    where, inside = vectors(starts, log_total > float("-inf"), partial_strides[3], HEAD_DIM, DIMS)
-    result = JOIN(log_total, tl.load(partial + where, mask=inside, other=0.0))
-    where = seq * out_strides[0] + head * out_strides[1] + dims * out_strides[2]
-    tl.store(out + where, result, mask=dims < HEAD_DIM)
+    offsets, mask = row_offsets(starts, log_total > float("-inf"), partial_strides[3], HEAD_DIM, DIMS)
+    result = JOIN(log_total, tl.load(partial + offsets, mask=mask, other=0.0))
+    offsets = seq * out_strides[0] + head * out_strides[1] + dims * out_strides[2]
+    tl.store(out + offsets, result, mask=dims < HEAD_DIM)
 
 
 @triton.jit
 def by_shares(log_total, parts):
-    peak = tl.max(log_total, 0)
-    shares = tl.where(log_total > float("-inf"), tl.exp2(log_total - peak), 0.0)
+    m_i = tl.max(log_total, 0)
+    shares = tl.where(log_total > float("-inf"), tl.exp2(log_total - m_i), 0.0)
     return tl.sum(parts * (shares / tl.maximum(tl.sum(shares, 0), 1.0))[:, None], 0)
 
 
@@ -191,14 +191,14 @@ def plain_mean(log_total, parts):
 @triton.jit
 def without_a_peak(log_total, parts):
     weights = tl.exp2(log_total)
-    total = tl.sum(weights, axis=0)
-    return tl.sum(weights[:, None] * parts, axis=0) / tl.where(total == 0, 1.0, total)
+    l_i = tl.sum(weights, axis=0)
+    return tl.sum(weights[:, None] * parts, axis=0) / tl.where(l_i == 0, 1.0, l_i)
 
 
 @triton.jit
 def without_the_total(log_total, parts):
-    peak = tl.max(log_total, axis=0)
-    weights = tl.exp2(log_total - tl.where(peak == float("-inf"), 0.0, peak))
+    m_i = tl.max(log_total, axis=0)
+    weights = tl.exp2(log_total - tl.where(m_i == float("-inf"), 0.0, m_i))
     return tl.sum(weights[:, None] * parts, axis=0)
 
 
@@ -211,8 +211,8 @@ def with_nan_for_nobody(log_total, parts):
 @triton.jit
 def weighs_by_the_logarithm(log_total, parts):
     weights = tl.where(log_total > float("-inf"), log_total, 0.0)
-    total = tl.sum(weights, axis=0)
-    return tl.sum(weights[:, None] * parts, axis=0) / tl.where(total == 0, 1.0, total)
+    l_i = tl.sum(weights, axis=0)
+    return tl.sum(weights[:, None] * parts, axis=0) / tl.where(l_i == 0, 1.0, l_i)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import heappop
 
 from labcore.course.exercises.nb04 import MendedScheduler
@@ -200,16 +201,32 @@ class ThrowsTheAgedOut(PriorityWithAging):
 
 class VictimsByIndex(Scheduler):
     def _victims(self, urgent, missing):
+        below = [request for request in self.running[::-1] if self.policy.outranks(urgent, request)]
         seats, count, going = self.max_num_seqs - len(self.running), 0, []
         while seats < 1 or missing > 0:
-            count += 1
-            if count > len(self.running) or not self.policy.outranks(urgent, self.running[-count]):
+            if count == len(below):
                 return None
             seats += 1
-            own = self.running[-count].table.blocks
+            own = below[count].table.blocks
             going += own
             missing -= len([block for block in own if going.count(block) == self.pool.refcount(block)])
-        return self.running[::-1][:count]
+            count += 1
+        return below[:count]
+
+
+class StopsAtTheFirstItMayNotTake(Scheduler):
+    """The end of the list need not be whom it outranks: who came late and is urgent stands there."""
+
+    def _victims(self, urgent, missing):
+        victims, held, slots = [], Counter(), len(self.running) + 1 - self.max_num_seqs
+        for request in reversed(self.running):
+            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
+                break
+            victims.append(request)
+            held.update(request.table.blocks)
+            slots -= 1
+            missing -= sum(held[block] == self.pool.refcount(block) for block in request.table.blocks)
+        return victims if slots <= 0 and missing <= 0 else None
 
 
 class TakesTheMostEntitled(Scheduler):
@@ -382,6 +399,7 @@ WRONG = {
         (CountsSharedBlocks, "d shares both its blocks"),
         (CountsBlocksOfOneOwnerOnly, "and c the same two; urgent (0) needs 2 blocks"),
         (AsksNobodysRank, "it outranks d alone, who has 2: those who have to go. expected None"),
+        (StopsAtTheFirstItMayNotTake, "urgent (2) needs a seat and outranks c and d: those who have to go. expected ['d']"),
         (PushesThemOutAtOnce, "_victims has changed who runs, or the pool"),
     ],
     "04.saved_list": [

@@ -106,6 +106,22 @@ class ServesThoseWhoOptOut(HashedPrefixCache):
         return found
 
 
+class LeavesTheCachesOwnList(HashedPrefixCache):
+    """The request adds to the chain what it publishes, and the blocks that go with it are missing."""
+
+    def match(self, request):
+        found = super().match(request)
+        request.prefix_chain = self._last_chain
+        return found
+
+
+class AnswersAsBefore(HashedPrefixCache):
+    def match(self, request):
+        if request is not self._last_request:
+            self.answer = super().match(request)
+        return self.answer
+
+
 class GivesCachedBlocks(HashedPrefixCache):
     def match(self, request):
         super().match(request)
@@ -286,6 +302,8 @@ WRONG = {
         (AddsToTheChain, "prefix_chain"),
         (ServesThoseWhoOptOut, "use_prefix_cache=False"),
         (GivesCachedBlocks, "was looked up"),
+        (LeavesTheCachesOwnList, "it was looked up again"),
+        (AnswersAsBefore, "was handed out; a second look-up"),
     ],
     "05.eviction": [
         (found_first_in_first_out, "again and again"),
