@@ -13,7 +13,7 @@ from labcore import LLM, SamplingParams
 from labcore.baseline.naive import static_batches
 from labcore.recorder import Recording
 from labcore.workload.traces import TraceRequest
-from labcore.viz import Picture, block_map, timeline
+from labcore.viz import Figure, block_map, timeline
 from labcore.viz.figure import without_slider
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def most_telling(recording: Recording) -> int:
     return max(recording.steps, key=lambda step: sum(recording.at(step).count(state) > 0 for state in states))
 
 
-def save(picture: Picture, name: str, width: int) -> None:
+def save(picture: Figure, name: str, width: int) -> None:
     """A PNG of the picture as the browser draws it, twice as fine as it is large."""
     figure = without_slider(picture)
     with sync_playwright() as driver:

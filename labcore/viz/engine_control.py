@@ -9,14 +9,14 @@ from labcore.recorder import Recording
 from labcore.sampling_params import SamplingParams
 
 
-class Session:
+class EngineControl:
     """One person at one engine that records. Every method raises ValueError, in plain words, and then changes nothing.
 
     llm   an `LLM` made with record=True
     """
 
     def __init__(self, llm: Any) -> None:
-        if llm.engine.recorder is None:
+        if not isinstance(llm.engine.recorder, Recording):
             raise ValueError("this llm keeps no flight record to look at — make it with LLM(…, record=True).")
         self.llm = llm
         self.engine = llm.engine

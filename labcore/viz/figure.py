@@ -20,17 +20,17 @@ SLIDER_HEIGHT = 72
 Item = TypeVar("Item")
 
 
-class Facts(str):
+class TextView(str):
     """A short text table that a notebook shows as it is, printed or not."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-NOTHING = Facts("nothing recorded yet")
+NOTHING = TextView("nothing recorded yet")
 
 
-class Picture(go.Figure):
+class Figure(go.Figure):
     """A plotly figure with its facts in words.
 
     A notebook stores it once as plotly JSON (JupyterLab draws that with neither kernel nor network) and once as text,
@@ -42,24 +42,24 @@ class Picture(go.Figure):
     _repr_html_ = None
 
     @property
-    def facts(self) -> Facts:
-        return Facts((self.layout.meta or {}).get("facts", ""))
+    def text(self) -> TextView:
+        return TextView((self.layout.meta or {}).get("text", ""))
 
     def data_json(self) -> dict[str, Any]:
         """The figure as plain dicts and lists."""
         return json.loads(self.to_json(validate=False))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **kwargs: Any) -> dict[str, Any]:
-        return {PLOTLY_MIME: self.data_json() | {"config": CONFIG}, "text/plain": self.facts}
+        return {PLOTLY_MIME: self.data_json() | {"config": CONFIG}, "text/plain": self.text}
 
 
-def picture(
+def figure(
     traces: Sequence[dict[str, Any]],
     layout: dict[str, Any],
-    facts: str,
+    text: str,
     frames: Sequence[dict[str, Any]] = (),
     step: int | None = None,
-) -> Picture:
+) -> Figure:
     """Put a figure together: house style, and a slider with a play button if there are frames.
 
     layout   its "height" is that of the picture without the slider
@@ -72,7 +72,7 @@ def picture(
         "font": {"color": INK, "size": 12, "family": "system-ui, sans-serif"},
         "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
         "hoverlabel": {"bgcolor": PAPER, "font": {"color": INK, "size": 12}, "align": "left"},
-        "meta": {"facts": str(facts)},
+        "meta": {"text": str(text)},
     }
     if len(frames) > 1:
         base |= controls([frame["name"] for frame in frames], str(step))
@@ -81,18 +81,18 @@ def picture(
     merged["margin"] = base["margin"] | layout.get("margin", {})
     if "sliders" in merged:
         merged["height"] += SLIDER_HEIGHT
-    return Picture({"data": list(traces), "layout": merged, "frames": list(frames) if len(frames) > 1 else []})
+    return Figure({"data": list(traces), "layout": merged, "frames": list(frames) if len(frames) > 1 else []})
 
 
-def without_slider(picture: Picture) -> dict[str, Any]:
+def without_slider(figure: Figure) -> dict[str, Any]:
     """A picture's data for a place that has a slider of its own."""
-    figure = picture.data_json()
-    layout = figure["layout"]
+    data = figure.data_json()
+    layout = data["layout"]
     if layout.pop("sliders", None):
         layout["height"] -= SLIDER_HEIGHT
         layout["margin"]["b"] -= SLIDER_HEIGHT
     layout.pop("updatemenus", None)
-    return figure
+    return data
 
 
 def controls(names: Sequence[str], active: str) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def held(values: Sequence[Any], growth: int = 0) -> list[Any]:
     return [*values, values[-1] + growth]
 
 
-def nothing_recorded() -> Picture:
+def nothing_recorded() -> Figure:
     """What there is to see before the first step."""
     note = {"text": str(NOTHING), "showarrow": False, "font": {"size": 14, "color": FAINT}}
     hidden = axis(visible=False)
-    return picture([], {"height": 160, "xaxis": hidden, "yaxis": hidden, "annotations": [note]}, NOTHING)
+    return figure([], {"height": 160, "xaxis": hidden, "yaxis": hidden, "annotations": [note]}, NOTHING)

@@ -16,9 +16,9 @@ from plotly.offline import get_plotlyjs
 
 from labcore.files.output_file import output_file
 from labcore.recorder import Event, Recording
-from labcore.viz.block_map import block_map, block_map_facts
+from labcore.viz.block_map import block_map, block_map_text
 from labcore.viz.block_tables import block_tables
-from labcore.viz.figure import BUDGET, Picture, without_slider
+from labcore.viz.figure import BUDGET, Figure, without_slider
 from labcore.viz.memory import memory
 from labcore.viz.queues import queues
 from labcore.viz.style import short
@@ -26,7 +26,7 @@ from labcore.viz.timeline import timeline
 
 PAGE_BUDGET = 10 * BUDGET
 MAX_WORDED = 300
-SECTIONS: dict[str, tuple[str, str, Callable[..., Picture]]] = {
+SECTIONS: dict[str, tuple[str, str, Callable[..., Figure]]] = {
     "block_map": ("The pool", "A cell is a KV block: its letter names the owner, its fill what it holds.", block_map),
     "block_tables": ("Block tables", "Logical blocks above; arrows lead to the physical ones.", block_tables),
     "timeline": ("Timeline", "What each request was doing. Click to go to a step.", timeline),
@@ -71,30 +71,30 @@ PAGE = """<!doctype html>
 """
 
 
-def write_page(recording: Recording, path: str | Path, title: str = "labcore flight record") -> None:
+def write_html_report(recording: Recording, path: str | Path, title: str = "labcore flight record") -> None:
     """Write the page, about 5 MB, most of it plotly.js, over an older one if there is one.
 
     Raises ValueError if no step was recorded, or if `path` is a file that is not such a page.
     """
-    text = page(recording, title)
+    text = html_report(recording, title)
     with output_file(path, lambda start: SIGNATURE in start, "a page that labcore made") as file:
         file.write(text)
 
 
-def page(recording: Recording, title: str = "labcore flight record") -> str:
+def html_report(recording: Recording, title: str = "labcore flight record") -> str:
     """The page as one string."""
     if not recording.steps:
         raise ValueError("this flight record has no step yet — run the engine, then save it.")
-    sections, pictures = [], []
+    sections, figures = [], []
     for name, (heading, caption, draw) in SECTIONS.items():
         sections.append(f'<h2>{heading}</h2><p>{caption}</p><div class="picture" id="{name}"></div>')
-        pictures.append({"id": name, "figure": without_slider(draw(recording, budget=PAGE_BUDGET))})
-    worded = [int(frame["name"]) for frame in pictures[0]["figure"]["frames"]][:MAX_WORDED] or recording.steps
+        figures.append({"id": name, "figure": without_slider(draw(recording, budget=PAGE_BUDGET))})
+    worded = [int(frame["name"]) for frame in figures[0]["figure"]["frames"]][:MAX_WORDED] or recording.steps
     data = {
         "steps": recording.steps,
-        "pictures": pictures,
+        "pictures": figures,
         "worded": worded,
-        "words": {step: str(block_map_facts(recording, step)) for step in worded},
+        "words": {step: str(block_map_text(recording, step)) for step in worded},
         "events": events_by_step(recording),
     }
     return PAGE.format(

@@ -9,16 +9,16 @@ from labcore.recorder import Recording, Snapshot
 from labcore.viz.figure import (
     BUDGET,
     NOTHING,
-    Facts,
-    Picture,
+    Figure,
+    TextView,
     axis,
     chosen,
     columns,
+    figure,
     fit,
     heading,
     held,
     nothing_recorded,
-    picture,
     sample,
 )
 from labcore.viz.style import EMPTY, FAINT, INK, hatch
@@ -80,7 +80,7 @@ def memory(
     *,
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
-) -> Picture:
+) -> Figure:
     """Used, shared, wasted, cached and free slots over time, stacked; dashed, the contiguous reservation.
 
     step    where the cursor stands at first; the last one when None
@@ -139,10 +139,10 @@ def memory(
         "margin": {"l": 70},
     }
     frames = fit(frame, [point.step for point in points], step, budget)
-    return picture(traces, layout, memory_facts(recording, step, steps=steps), frames, step)
+    return figure(traces, layout, memory_text(recording, step, steps=steps), frames, step)
 
 
-def memory_facts(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Facts:
+def memory_text(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> TextView:
     """Slots by kind at up to eight steps of the run, `step` among them, and the peaks."""
     if not recording.steps:
         return NOTHING
@@ -153,7 +153,7 @@ def memory_facts(recording: Recording, step: int | None = None, *, steps: Iterab
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     table = [[piece.rjust(width) for piece, width in zip(row, widths, strict=True)] for row in (head, *rows)]
     slots = len(recording.at(step).blocks) * recording.block_size
-    return Facts("\n".join([f"KV slots of {slots:,} in the pool", *columns(table)]))
+    return TextView("\n".join([f"KV slots of {slots:,} in the pool", *columns(table)]))
 
 
 def _line(point: MemoryPoint) -> str:

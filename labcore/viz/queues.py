@@ -9,16 +9,16 @@ from labcore.recorder import Recording, RequestState, Snapshot
 from labcore.viz.figure import (
     BUDGET,
     NOTHING,
-    Facts,
-    Picture,
+    Figure,
+    TextView,
     axis,
     chosen,
     columns,
+    figure,
     fit,
     heading,
     held,
     nothing_recorded,
-    picture,
     sample,
 )
 from labcore.viz.style import FAINT, INK, SPANS, colour, hatch, letter, safe, short
@@ -35,7 +35,7 @@ def queues(
     *,
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
-) -> Picture:
+) -> Figure:
     """The lengths of the queues over time, and below, the requests in each at one step, next one first.
 
     step    the one shown at first; the last one when None
@@ -86,7 +86,7 @@ def queues(
             tickvals=[-0.5, -1.5, -2.5], ticktext=list(QUEUES), tickfont={"size": 11, "color": INK},
         ),
     }  # fmt: skip
-    return picture(traces, layout, queues_facts(recording, step), fit(frame, drawn, step, budget), step)
+    return figure(traces, layout, queues_text(recording, step), fit(frame, drawn, step, budget), step)
 
 
 def headline(snapshot: Snapshot) -> str:
@@ -95,7 +95,7 @@ def headline(snapshot: Snapshot) -> str:
     return f"step {snapshot.step}   {said}"
 
 
-def queues_facts(recording: Recording, step: int | None = None) -> Facts:
+def queues_text(recording: Recording, step: int | None = None) -> TextView:
     """Who is in which queue after one step (the last when None), next one first, and how far each has come."""
     if not recording.steps:
         return NOTHING
@@ -117,7 +117,7 @@ def queues_facts(recording: Recording, step: int | None = None) -> Facts:
         more = len(snapshot.queues[name]) - MAX_CHIPS
         if more > 0:
             table.append([name, "…", f"and {more} more", "", "", ""])
-    return Facts("\n".join([headline(snapshot), *columns(table)]))
+    return TextView("\n".join([headline(snapshot), *columns(table)]))
 
 
 def _cursor(step: int, most: int) -> dict[str, Any]:

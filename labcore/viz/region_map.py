@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import FAINT, INK, SPANS, safe, short
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 6
 
 
-def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Picture:
+def region_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Figure:
     """Regions of a slab as boxes, steps to the right and slots upwards; each box shaded as far as tokens fill it.
 
     names   one a stay; without them boxes have no label
@@ -48,10 +48,10 @@ def slab_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -
         "yaxis": axis("slot", range=[0, num_slots]),
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1, "xanchor": "right"},
     }
-    return picture(traces, layout, slab_facts(stays, num_slots, names))
+    return figure(traces, layout, region_map_text(stays, num_slots, names))
 
 
-def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Facts:
+def region_map_text(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> TextView:
     """Where everybody lies, if they have names: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
 
     Otherwise what is free at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
@@ -64,7 +64,7 @@ def slab_facts(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ())
     if stays and not names:
         steps = sorted({stop * part // NUM_SAMPLES for part in range(NUM_SAMPLES)})
         lines += [_free_at(stays, num_slots, step) for step in steps]
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
 def _free_at(stays: Sequence[Stay], num_slots: int, step: int) -> str:

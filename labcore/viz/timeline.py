@@ -8,17 +8,17 @@ from math import ceil
 from typing import Any
 
 from labcore.recorder import SPAN_STATES, Recording, Span
-from labcore.viz.figure import BUDGET, Facts, Picture, axis, fit, most_frames, picture, sample
+from labcore.viz.figure import BUDGET, Figure, TextView, axis, figure, fit, most_frames, sample
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 
-Run = Recording | Sequence[Span]
+RecordingOrSpans = Recording | Sequence[Span]
 MAX_TICKS = 40
 MOST_STEPS_NAMED = 12
 
 
 def timeline(
-    *runs: Run, titles: Sequence[str] = (), step: int | None = None, budget: int = BUDGET
-) -> Picture:
+    *runs: RecordingOrSpans, titles: Sequence[str] = (), step: int | None = None, budget: int = BUDGET
+) -> Figure:
     """Requests over steps, a row each, as coloured, hatched and lettered bars; several runs stand side by side.
 
     runs     flight records, or lists of `Span` (static batching gives those)
@@ -34,7 +34,7 @@ def timeline(
     tallest = max(map(len, names), default=1)
     steps = list(range(int(start), max(int(start) + 1, ceil(stop))))
     step = steps[-1] if step is None else step
-    facts = timeline_facts(*runs, titles=titles)
+    text = timeline_text(*runs, titles=titles)
 
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
@@ -78,15 +78,15 @@ def timeline(
         return {"name": str(step), "traces": cursors, "data": moved}
 
     frames = fit(frame, sample(steps, most_frames(budget), step), step, budget)
-    return picture(traces, layout, facts, frames, step)
+    return figure(traces, layout, text, frames, step)
 
 
-def spans_of(run: Run) -> list[Span]:
+def spans_of(run: RecordingOrSpans) -> list[Span]:
     """The spans of a flight record, or the spans themselves."""
     return run.spans() if isinstance(run, Recording) else list(run)
 
 
-def timeline_facts(*runs: Run, titles: Sequence[str] = ()) -> Facts:
+def timeline_text(*runs: RecordingOrSpans, titles: Sequence[str] = ()) -> TextView:
     """Each request's way through the run in one line: `ana   waiting 0–2  prefill 2–3  decode 3–9`."""
     lines = []
     for k, run in enumerate(runs):
@@ -105,7 +105,7 @@ def timeline_facts(*runs: Run, titles: Sequence[str] = ()) -> Facts:
             lines.append(f"  {short(name):{width}}  {way}")
         if len(rows) > MAX_TICKS:
             lines.append(f"  … and {len(rows) - MAX_TICKS} more")
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
 def _rows(spans: Sequence[Span]) -> list[str]:

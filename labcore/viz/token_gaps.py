@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labcore.viz.cdf import percentile
-from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
+from labcore.workload.metrics import percentile
 
-Run = Mapping[str, Sequence[float]]
+TokenTimes = Mapping[str, Sequence[float]]
 MAX_ROWS = 40
 LONG = 2.0
 """A gap is long from so many times the median gap on."""
@@ -25,13 +25,13 @@ NARROW = 0.035
 """A bar below this share of the picture has no room for its length; the words and the pointer have it."""
 
 
-def gaps(
-    *runs: Run,
+def token_gaps(
+    *runs: TokenTimes,
     titles: Sequence[str] = (),
     marks: Sequence[Mapping[str, float]] = (),
     unit: str = "s",
     long: float | None = None,
-) -> Picture:
+) -> Figure:
     """One panel a run, under each other, on one scale of time; in each, a row a stream and a stroke a token.
 
     runs     name of a stream → times of its tokens, ascending
@@ -71,16 +71,16 @@ def gaps(
         layout[f"yaxis{suffix}"] = _rows(run, domain, f"x{suffix}")
         layout["annotations"] += _notes(title, notes, domain, f"x{suffix}", start)
         top = bottom
-    return picture(traces, layout, gaps_facts(*runs, titles=titles, marks=marks, unit=unit, long=long))
+    return figure(traces, layout, token_gaps_text(*runs, titles=titles, marks=marks, unit=unit, long=long))
 
 
-def gaps_facts(
-    *runs: Run,
+def token_gaps_text(
+    *runs: TokenTimes,
     titles: Sequence[str] = (),
     marks: Sequence[Mapping[str, float]] = (),
     unit: str = "s",
     long: float | None = None,
-) -> Facts:
+) -> TextView:
     """Each run in a line, `10 streams, 430 gaps: median 0.07, P99 2.3, longest 2.3 s; 10 longer than 0.14`, then a line
     for what happened, and one a stream."""
     titles, marks, long = _one_each(runs, titles, marks, long)
@@ -98,10 +98,10 @@ def gaps_facts(
             lines.append(f"  {short(name):{width}}  {_longest(times, unit)}")
         if len(run) > MAX_ROWS:
             lines.append(f"  … and {len(run) - MAX_ROWS} more")
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
-def lengths(run: Run) -> list[float]:
+def lengths(run: TokenTimes) -> list[float]:
     """All gaps between two tokens of a stream, of all streams."""
     return [after - before for times in run.values() for before, after in pairs(times)]
 
@@ -112,7 +112,7 @@ def pairs(times: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _one_each(
-    runs: Sequence[Run], titles: Sequence[str], marks: Sequence[Mapping[str, float]], long: float | None
+    runs: Sequence[TokenTimes], titles: Sequence[str], marks: Sequence[Mapping[str, float]], long: float | None
 ) -> tuple[list[str], list[Mapping[str, float]], float]:
     """A title and marks for each run, empty where none were given, and the length from which a gap is long."""
     missing_titles, missing_marks = len(runs) - len(titles), len(runs) - len(marks)
@@ -128,7 +128,7 @@ def _longest(times: Sequence[float], unit: str) -> str:
 
 
 def _panel(
-    run: Run, notes: Mapping[str, float], long: float, unit: str, narrow: float, first: bool
+    run: TokenTimes, notes: Mapping[str, float], long: float, unit: str, narrow: float, first: bool
 ) -> list[dict[str, Any]]:
     """Bars of the long gaps, strokes of the tokens, lines of what happened."""
     bars = [
@@ -168,7 +168,7 @@ def _panel(
     ]  # fmt: skip
 
 
-def _rows(run: Run, domain: list[float], anchor: str) -> dict[str, Any]:
+def _rows(run: TokenTimes, domain: list[float], anchor: str) -> dict[str, Any]:
     every = -(-max(1, len(run)) // MAX_ROWS)
     shown = range(0, len(run), every)
     names = list(run)

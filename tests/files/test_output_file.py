@@ -13,7 +13,7 @@ from labcore.bench.gpu import run as gpu
 from labcore.cli.main import main
 from labcore.files.output_file import output_file, whole_file
 from labcore.recorder import Recording
-from labcore.viz.html_report import write_page
+from labcore.viz.html_report import write_html_report
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has other modes and devices")
 
@@ -96,7 +96,7 @@ def test_a_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, record
 def test_a_flight_record_that_cannot_be_written_leaves_the_older_one(tmp_path, recorder, monkeypatch):
     recorder.save(tmp_path / "run.jsonl")
     before = (tmp_path / "run.jsonl").read_bytes()
-    monkeypatch.setattr("labcore.recorder.jsonl._packed", lambda record: 1 / 0)
+    monkeypatch.setattr("labcore.recorder.jsonl._to_json", lambda record: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         recorder.save(tmp_path / "run.jsonl")
     assert (tmp_path / "run.jsonl").read_bytes() == before
@@ -110,8 +110,8 @@ def test_a_page_replaces_an_older_one_and_nothing_else(tmp_path, recorder, capsy
     assert main(["trace", str(record), "--html", str(thesis)]) == 2
     assert "thesis.html is there and is not a page that labcore made" in capsys.readouterr().err
     assert thesis.read_text() == before
-    write_page(recorder, page, title="first")
-    write_page(recorder, page, title="second")
+    write_html_report(recorder, page, title="first")
+    write_html_report(recorder, page, title="second")
     assert "<title>second</title>" in page.read_text(encoding="utf-8")
 
 

@@ -83,7 +83,7 @@ def test_every_snapshot_equals_the_engines_own_state_after_that_step(
     for step, note in enumerate(notes, 1):
         snapshot = recorder.at(step)
         assert told(snapshot) == note, step
-        assert snapshot.unaccounted == 0
+        assert snapshot.leaked == 0
     for step in (len(notes), 1):  # and in any order
         if notes:
             assert told(recorder.at(step)) == notes[step - 1]
@@ -264,12 +264,12 @@ def test_a_pool_that_grows_or_hands_out_too_high_an_id_is_recorded_all_the_same(
     assert engine.recorder.at(1).blocks[7].owners == (("ana", 0),)
 
 
-def test_blocks_that_no_table_lists_are_counted_as_unaccounted():
+def test_leaked_blocks_are_those_that_no_table_lists():
     engine = ToyEngine()
     engine.add("ana", 5, 2)
     engine.pool.allocate(3)
     engine.step()
-    assert engine.recorder.at(1).unaccounted == 3
+    assert engine.recorder.at(1).leaked == 3
 
 
 def test_tables_driven_by_hand_are_recorded_without_an_engine():
@@ -341,7 +341,9 @@ def test_files_that_are_not_whole_flight_records_are_refused_in_one_line(tmp_pat
     assert "cut short" in refused("".join(lines[:-1]))
     assert "cut short" in refused("".join(lines)[:-40])
     assert "cut short" in refused("".join(lines[:3] + lines[4:]))
-    assert "version 9" in refused(lines[0].replace('"version":1', '"version":9') + "".join(lines[1:]))
+    assert "version 9" in refused(lines[0].replace('"version":2', '"version":9') + "".join(lines[1:]))
+    older = lines[0].replace('"version":2', '"version":1') + "".join(lines[1:])
+    assert "has format version 1, this labcore reads 2" in refused(older)
     assert "line 3" in refused("".join(lines[:2] + ['{"step": 2, "nonsense": 1}\n'] + lines[3:]))
     assert "line 3" in refused("".join(lines[:2] + ["half a li\n"] + lines[3:]))
 
@@ -388,4 +390,4 @@ def test_ten_thousand_steps_of_64_requests_stay_below_50_megabytes(tmp_path):
 def test_the_file_is_one_json_object_a_line(tmp_path):
     pressed().recorder.save(tmp_path / "run.jsonl")
     header, *steps, end = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
-    assert (header["format"], header["version"], end) == ("labcore-recording", 1, {"end": len(steps)})
+    assert (header["format"], header["version"], end) == ("labcore-recording", 2, {"end": len(steps)})

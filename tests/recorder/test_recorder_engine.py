@@ -8,6 +8,7 @@ from tiny_models import prompt, tiny
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.kvcache.blocks import BlockPool
 from labcore.models import from_model
+from labcore.recorder import Recorder
 from labcore.request import RequestStatus
 
 
@@ -25,7 +26,7 @@ def assert_recorded_truly(engine) -> None:
     for block in snapshot.blocks:
         known = scheduler.prefix_cache.hash_of(block.block)
         assert block.hash == (None if known is None else known.hex())
-    assert snapshot.unaccounted == 0
+    assert snapshot.leaked == 0
 
 
 @pytest.mark.parametrize("num_blocks", [64, 20])
@@ -125,8 +126,8 @@ def test_a_learners_own_pool_is_recorded_without_knowing_of_it():
     assert engine.recorder.at(1).tables == {"r": [15, 14, 13]}
 
 
-def test_nothing_is_recorded_unless_asked_for():
-    assert LLM(from_model(tiny("llama")), block_size=4, num_blocks=16).engine.recorder is None
+def test_recording_is_off_by_default():
+    assert not isinstance(LLM(from_model(tiny("llama")), block_size=4, num_blocks=16).engine.recorder, Recorder)
 
 
 def test_a_waiting_request_is_recorded_as_waiting():

@@ -28,7 +28,7 @@ def test_where_texts_part_so_do_their_rows(desk):
 
 
 def test_the_words_say_what_the_tree_shows(desk):
-    assert str(prefix_tree(desk.film).facts).splitlines() == [
+    assert str(prefix_tree(desk.film).text).splitlines() == [
         "step 2   7 blocks can be found, in 3 texts",
         "block 0           “the ”  ana(0) bo(0) cy(0)",
         "   block 1        “sea ”  ana(1) bo(1)",
@@ -59,8 +59,8 @@ def test_the_tree_outlives_its_texts_until_their_blocks_are_handed_out(desk):
 
 
 def test_nothing_recorded_and_nothing_to_find_are_pictures_too():
-    assert prefix_tree(Recorder(4, 4)).facts == "nothing recorded yet"
+    assert prefix_tree(Recorder(4, 4)).text == "nothing recorded yet"
     desk = Desk(num_blocks=4)
     desk.ask("a", "abc")
     desk.step()
-    assert str(prefix_tree(desk.film).facts) == "0 blocks can be found, in 0 texts"
+    assert str(prefix_tree(desk.film).text) == "0 blocks can be found, in 0 texts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from labcore.baseline.naive import pack
-from labcore.viz.region_map import slab_map
+from labcore.viz.region_map import region_map
 from labcore.workload.traces import TraceRequest, load_trace
 
 LOG = [TraceRequest(0, 3, 1), TraceRequest(0, 3, 4), TraceRequest(0, 3, 2)]
@@ -14,7 +14,7 @@ NAMES = ["ana", "bo", "<b>cy</b>"]
 
 def drawn(names=NAMES):
     stays = pack(LOG, num_slots=14, reserve=lambda request: 7)
-    return slab_map(stays, 14, names).data_json()
+    return region_map(stays, 14, names).data_json()
 
 
 def outlines(trace):
@@ -43,7 +43,7 @@ def test_the_shading_starts_at_the_prompt_and_ends_with_the_last_stored_token():
 
 def test_the_text_says_what_the_boxes_show():
     stays = pack(LOG, num_slots=14, reserve=lambda request: 7)
-    assert repr(slab_map(stays, 14, ["ana", "bo", "cy"]).facts).splitlines() == [
+    assert repr(region_map(stays, 14, ["ana", "bo", "cy"]).text).splitlines() == [
         "14 slots, 3 requests, 4 steps",
         "  ana  slots 0–6   steps 0–0   3 tokens grow to 3 of 7",
         "  bo   slots 7–13   steps 0–3   3 tokens grow to 6 of 7",
@@ -58,16 +58,16 @@ def test_a_name_with_markup_is_shown_and_not_obeyed():
 
 
 def test_an_empty_slab_and_one_of_many_requests_are_drawn_and_stay_small():
-    assert repr(slab_map([], 12).facts) == "12 slots, 0 requests, 0 steps"
+    assert repr(region_map([], 12).text) == "12 slots, 0 requests, 0 steps"
     stays = pack(load_trace()[:200], 1 << 15, lambda request: request.prompt_tokens + request.output_tokens)
-    figure = slab_map(stays, 1 << 15)
+    figure = region_map(stays, 1 << 15)
     assert len(json.dumps(figure.data_json())) < 60_000
-    assert repr(figure.facts).splitlines()[0] == "32,768 slots, 200 requests, 2,690 steps"
+    assert repr(figure.text).splitlines()[0] == "32,768 slots, 200 requests, 2,690 steps"
 
 
 def test_free_slots_of_a_nameless_slab_are_counted_hole_by_hole():
     stays = pack(LOG, num_slots=14, reserve=lambda request: 5)
-    assert repr(slab_map(stays, 14).facts).splitlines() == [
+    assert repr(region_map(stays, 14).text).splitlines() == [
         "14 slots, 3 requests, 4 steps",
         "  step     0        4 slots free, 1 holes, the largest 4",
         "  step     1        4 slots free, 1 holes, the largest 4",

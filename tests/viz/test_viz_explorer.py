@@ -11,8 +11,8 @@ from toy_engine import ToyEngine
 
 from labcore import LLM, SamplingParams
 from labcore.models import from_model
-from labcore.viz import block_map, describe, explore
-from labcore.viz.engine_control import Session
+from labcore.viz import block_map, explore, text_view
+from labcore.viz.engine_control import EngineControl
 from labcore.viz.explorer import VIEWS, Explorer
 from labcore.viz.figure import PLOTLY_MIME
 
@@ -67,28 +67,28 @@ def test_submit_step_fork_and_abort_show_in_the_panel():
     assert panel.target.options == ("r1-fork2",)
     press["step"].click()
     assert "r1(0)" not in words(panel)
-    panel.session.engine.check_integrity()
+    panel.control.engine.check_integrity()
 
 
 def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
     made = llm()
-    session = Session(made)
-    session.submit("abcdef")
-    session.step()
-    session.step()
+    control = EngineControl(made)
+    control.submit("abcdef")
+    control.step()
+    control.step()
     free = made.engine.pool.num_free
-    child = session.fork("r1")
-    told = session.recorder.at()
+    child = control.fork("r1")
+    told = control.recorder.at()
     assert made.engine.pool.num_free == free
     assert told.tables["r1"] == told.tables[child] and [told.blocks[b].refcount for b in told.tables[child]] == [2, 2]
     assert told.requests[child].token_ids == told.requests["r1"].token_ids
-    session.step()
-    (copy,) = [event for event in session.recorder.events() if event.kind == "copy_on_write"]
+    control.step()
+    (copy,) = [event for event in control.recorder.events() if event.kind == "copy_on_write"]
     assert copy.step == 3 and copy.request == "r1"
-    while session.step():
+    while control.step():
         made.engine.check_integrity()
     said = {"r1": [], child: []}
-    for event in session.recorder.events():
+    for event in control.recorder.events():
         if event.kind == "token":
             said[event.request].append(event.detail["token"])
     assert len(said["r1"]) == 16 and len(said[child]) == 14 and said["r1"][2:] != said[child]
@@ -110,7 +110,7 @@ def test_every_view_draws_and_says_the_same_facts():
         buttons(panel)["step"].click()
     for view, (name, _) in VIEWS.items():
         panel.view.value = view
-        assert describe(panel.recording, 3, name).splitlines()[0] in words(panel)
+        assert text_view(panel.recording, 3, name).splitlines()[0] in words(panel)
         assert drawn(panel)["data"]
 
 
@@ -177,11 +177,11 @@ def test_run_goes_on_to_the_end_and_pause_stops_it():
         await asyncio.sleep(0)
         press["pause"].click()
         stopped = len(panel.recording.steps)
-        assert stopped >= 1 and panel.session.is_busy
+        assert stopped >= 1 and panel.control.is_busy
         await asyncio.sleep(0.05)
         assert len(panel.recording.steps) == stopped
         await panel.run()
-        assert not panel.session.is_busy and len(panel.recording.steps) == 16
+        assert not panel.control.is_busy and len(panel.recording.steps) == 16
 
     asyncio.run(scene())
 
@@ -205,7 +205,7 @@ def test_running_the_cell_again_leaves_one_panel():
     buttons(first)["take away"].click()
     second = explore(made)
     assert first.comm is None, "the first panel has left the page"
-    assert second.comm is not None and second.session.num_taken == 0
+    assert second.comm is not None and second.control.num_taken == 0
     assert made.engine.pool.num_free == 16, "and has given back what it had taken"
     assert explore(llm()).comm is not None and second.comm is not None, "another engine has a panel of its own"
 
@@ -229,10 +229,10 @@ def test_a_panel_opens_with_the_view_that_is_asked_for_and_stores_that_one(view)
     assert explore(made, view)._repr_mimebundle_()["text/plain"].endswith("nothing recorded yet")
     made.generate([prompt(6), prompt(9)], SamplingParams(temperature=0, max_tokens=4))
     panel = explore(made, view)
-    assert panel.view.value == view and describe(made.engine.recorder, 4, name).splitlines()[0] in words(panel)
+    assert panel.view.value == view and text_view(made.engine.recorder, 4, name).splitlines()[0] in words(panel)
     bundle = panel._repr_mimebundle_()
     assert bundle[PLOTLY_MIME]["data"] == make(made.engine.recorder).data_json()["data"]
-    assert bundle["text/plain"].splitlines()[1] == describe(made.engine.recorder, picture=name).splitlines()[0]
+    assert bundle["text/plain"].splitlines()[1] == text_view(made.engine.recorder, figure=name).splitlines()[0]
 
 
 def test_a_view_that_there_is_not_is_refused_by_name():
@@ -241,13 +241,13 @@ def test_a_view_that_there_is_not_is_refused_by_name():
 
 
 def test_several_continuations_are_aborted_together():
-    session = Session(llm())
-    session.submit("abcd", max_tokens=8, n=3)
-    session.step()
-    names = list(session.recorder.at().requests)
+    control = EngineControl(llm())
+    control.submit("abcd", max_tokens=8, n=3)
+    control.step()
+    names = list(control.recorder.at().requests)
     assert len(names) == 3
-    session.abort(names[1])
-    assert session.recorder.at().requests == {} and not session.is_busy
+    control.abort(names[1])
+    assert control.recorder.at().requests == {} and not control.is_busy
 
 
 def test_an_llm_without_a_record_is_refused_with_what_to_do():
@@ -279,8 +279,8 @@ def test_whatever_a_learners_part_raises_the_panel_lives_on():
 
 def test_a_session_serves_beside_requests_added_by_hand():
     made = llm()
-    session = Session(made)
+    control = EngineControl(made)
     made.engine.add_request("mine", prompt(5), SamplingParams(max_tokens=2, temperature=0))
-    session.submit("abc")
-    session.step()
-    assert list(session.recorder.at().requests) == ["mine", "r1"]
+    control.submit("abc")
+    control.step()
+    assert list(control.recorder.at().requests) == ["mine", "r1"]

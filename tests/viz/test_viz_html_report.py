@@ -11,7 +11,7 @@ from toy_engine import ToyEngine
 
 from labcore.cli.main import main
 from labcore.recorder import Recording
-from labcore.viz.html_report import event_line, page
+from labcore.viz.html_report import event_line, html_report
 
 EVIL = "</script><script>alert(1)</script>"
 
@@ -31,7 +31,7 @@ def file(recorder, tmp_path):
 
 
 def test_the_page_holds_every_picture_with_a_frame_for_every_step(recorder):
-    html = page(recorder, title=EVIL)
+    html = html_report(recorder, title=EVIL)
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S).group(1))
     assert data["steps"] == recorder.steps
     for picture in data["pictures"]:
@@ -43,7 +43,7 @@ def test_the_page_holds_every_picture_with_a_frame_for_every_step(recorder):
 
 
 def test_the_page_loads_nothing_and_runs_no_name(recorder):
-    html = page(recorder, title=EVIL)
+    html = html_report(recorder, title=EVIL)
     own = re.sub(r"<script>/\*\*.*?</script>", "", html, flags=re.S)  # without plotly.js
     assert "Content-Security-Policy" in html and "default-src 'none'" in html
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", own)
@@ -69,7 +69,7 @@ def test_trace_tells_about_a_record(file, recorder, capsys):
     assert [block["state"] for block in state["blocks"]] == [block.state for block in recorder.at(2).blocks]
 
 
-def test_trace_writes_the_page(file, tmp_path, capsys):
+def test_trace_writes_the_html_report(file, tmp_path, capsys):
     out = tmp_path / "run.html"
     assert main(["trace", file, "--html", str(out)]) == 0
     assert "run.html" in capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_what_trace_cannot_do_it_says_in_one_line(file, capsys, arguments, messa
     assert message in error and error.count("\n") == 1 and out == ""
 
 
-def test_trace_never_writes_over_the_record_or_half_a_page(file, tmp_path, capsys):
+def test_trace_never_writes_over_the_record_or_half_a_html_report(file, tmp_path, capsys):
     record = Path(file).read_bytes()
     assert main(["trace", file, "--html", file]) == 2
     assert "the record itself" in capsys.readouterr().err and Path(file).read_bytes() == record
@@ -104,7 +104,7 @@ def test_trace_never_writes_over_the_record_or_half_a_page(file, tmp_path, capsy
 @pytest.mark.parametrize(
     ("there", "instead"),
     [
-        ('"work":[0,', '"work":[77,'),
+        ('"chunks":[0,', '"chunks":[77,'),
         ('["arrive",0', '["arrive",9'),
     ],
 )

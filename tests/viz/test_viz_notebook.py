@@ -15,7 +15,7 @@ from labcore.viz.figure import PLOTLY_MIME
 SETUP = """
 from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.recorder import Recorder
-from labcore.viz import block_map, block_tables, describe, explore, memory, queues, timeline
+from labcore.viz import block_map, block_tables, explore, memory, queues, text_view, timeline
 pool, recorder = BlockPool(8, 4), Recorder(8, 4, max_model_len=16)
 ana = BlockTable(pool)
 for _ in range(4):
@@ -24,7 +24,7 @@ for _ in range(4):
 """
 CELLS = [
     SETUP, "block_map(recorder)", "block_tables(recorder)", "timeline(recorder)", "memory(recorder)",
-    "queues(recorder)", "describe(recorder, 2)", "explore(recorder)",
+    "queues(recorder)", "text_view(recorder, 2)", "explore(recorder)",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow

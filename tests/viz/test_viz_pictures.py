@@ -11,7 +11,7 @@ from figure_data import at_step, merged, typed_arrays, values
 from toy_engine import ToyEngine
 
 from labcore.recorder import Recorder, Recording, Span
-from labcore.viz import block_map, block_tables, describe, memory, queues, timeline
+from labcore.viz import block_map, block_tables, memory, queues, text_view, timeline
 from labcore.viz.figure import BUDGET, PLOTLY_MIME, sample, stored_size
 from labcore.viz.memory import BANDS, memory_point
 from labcore.viz.style import PALETTE, SPANS, colour, letter, safe, short
@@ -135,7 +135,7 @@ def test_block_tables_names_every_entry_and_points_to_its_block(recording):
 
 
 def test_long_and_many_tables_are_shortened_and_say_so(large):
-    facts = describe(large, 150, "block_tables")
+    facts = text_view(large, 150, "block_tables")
     figure = block_tables(large, 150, steps=[150]).data_json()
     assert "… and 32 more" in figure["layout"]["yaxis"]["ticktext"]
     assert "…" in facts and "40 tables list" in facts
@@ -169,7 +169,7 @@ def test_runs_stand_side_by_side_on_one_scale(recording):
     assert layout["xaxis"]["range"] == layout["xaxis2"]["range"] == [0, 30]
     assert layout["xaxis"]["domain"][1] < layout["xaxis2"]["domain"][0]
     assert [note["text"] for note in layout["annotations"]] == ["<b>static</b>", "<b>continuous</b>"]
-    assert picture.facts.startswith("static: 2 requests") and "\ncontinuous: 4 requests" in picture.facts
+    assert picture.text.startswith("static: 2 requests") and "\ncontinuous: 4 requests" in picture.text
     seconds = timeline([Span("ana", 0.25, 1.5, "decode")]).data_json()
     assert [bar["x"] for bar in seconds["data"] if bar["type"] == "bar"] == [[1.25]]
 
@@ -204,9 +204,9 @@ def test_queues_show_who_waits_and_who_runs(recording):
 def test_every_event_of_the_record_leaves_its_mark():
     """Swapped and preempted requests, copies and evictions included."""
     swapped = small(num_host_blocks=12)
-    assert any("swapped" in line for line in describe(swapped, picture="timeline").splitlines())
+    assert any("swapped" in line for line in text_view(swapped, figure="timeline").splitlines())
     out = next(event for event in swapped.events() if event.kind == "swap_out")
-    assert [line.split()[2] for line in describe(swapped, out.step, "queues").splitlines() if line[:4] == "swap"] == [
+    assert [line.split()[2] for line in text_view(swapped, out.step, "queues").splitlines() if line[:4] == "swap"] == [
         out.request
     ]
     engine = ToyEngine(12, 4)
@@ -214,7 +214,7 @@ def test_every_event_of_the_record_leaves_its_mark():
     engine.step()
     engine.fork(ana, "ana/1")
     engine.step()
-    assert "refcount 2" in describe(engine.recorder, 2)
+    assert "refcount 2" in text_view(engine.recorder, 2)
     assert engine.recorder.at(2).tables == {"ana": [0, 2], "ana/1": [0, 1]}
     figure = block_map(engine.recorder, 2).data_json()
     assert labels(*figure["data"][0:4:3])[:3] == ["AB", "B", "A"]
@@ -223,12 +223,12 @@ def test_every_event_of_the_record_leaves_its_mark():
 @pytest.mark.parametrize("draw", PICTURES)
 def test_an_empty_run_and_a_single_request_are_pictures_too(draw):
     empty = draw(Recorder(4, 4))
-    assert empty.facts in ("nothing recorded yet", "0 requests, ends at 0; request-steps: none")
+    assert empty.text in ("nothing recorded yet", "0 requests, ends at 0; request-steps: none")
     json.dumps(empty.data_json())
     engine = ToyEngine(4, 4)
     engine.add("solo", 3, 1)
     picture = draw(engine.run().recorder)
-    assert picture.facts and json.dumps(picture.data_json())
+    assert picture.text and json.dumps(picture.data_json())
 
 
 @pytest.mark.parametrize("draw", PICTURES)
@@ -242,7 +242,7 @@ def test_odd_names_are_shown_and_never_reach_plotly_as_markup(draw):
     drawn = json.dumps(figure, ensure_ascii=False)
     for markup in ("<script", "</script", "<b>bold", "$\\\\alpha$", "line\\nbreak", "x" * 61):
         assert markup not in drawn
-    assert picture.facts and "\u2028" not in picture.facts
+    assert picture.text and "\u2028" not in picture.text
     assert not any("<script" in str(trace.get("hovertemplate")) for trace in figure["data"])
 
 
@@ -265,7 +265,7 @@ def test_a_picture_is_stored_as_plotly_json_and_as_its_facts(draw, recording):
     assert isinstance(picture, go.Figure)
     bundle = picture._repr_mimebundle_()
     assert set(bundle) == {PLOTLY_MIME, "text/plain"}
-    assert bundle["text/plain"] == picture.facts
+    assert bundle["text/plain"] == picture.text
     assert typed_arrays(bundle[PLOTLY_MIME]) == 0
     assert "plotly.js" not in json.dumps(bundle)
     ink = bundle[PLOTLY_MIME]["layout"]
@@ -295,15 +295,15 @@ def test_a_step_that_was_not_recorded_is_refused(recording):
             draw(recording, 99)
         with pytest.raises(ValueError, match="step is 0"):
             draw(recording, steps=[0, 1])
-    with pytest.raises(ValueError, match="picture is 'pool'; it must be one of 'block_map'"):
-        describe(recording, picture="pool")
+    with pytest.raises(ValueError, match="figure is 'pool'; it must be one of 'block_map'"):
+        text_view(recording, figure="pool")
 
 
 def test_descriptions_are_the_facts_of_the_pictures(recording):
     for draw in (block_map, block_tables, memory, queues):
-        assert draw(recording, 3).facts == describe(recording, 3, draw.__name__)
-    assert timeline(recording).facts == describe(recording, picture="timeline") == describe(recording.spans())
-    facts = describe(recording, 3)
+        assert draw(recording, 3).text == text_view(recording, 3, draw.__name__)
+    assert timeline(recording).text == text_view(recording, figure="timeline") == text_view(recording.spans())
+    facts = text_view(recording, 3)
     assert repr(facts) == str(facts), "a cell shows it as it is"
     snapshot = recording.at(3)
     first, *blocks = facts.splitlines()
@@ -316,7 +316,7 @@ def test_blocks_taken_by_no_request_are_mentioned():
     engine.add("ana", 5, 2)
     engine.pool.allocate(3)
     engine.step()
-    assert "7 free, 3 taken by no request" in describe(engine.recorder, 1)
+    assert "7 free, 3 taken by no request" in text_view(engine.recorder, 1)
 
 
 def test_a_loaded_record_gives_the_same_pictures(recording, tmp_path):

@@ -69,7 +69,7 @@ def vllm_decode(problem: PagedProblem) -> Callable[[], object]:
     return lambda: module.unified_attention(**arguments)
 
 
-RIVALS = {
+COMPETITORS = {
     "FlashInfer": ("flashinfer", flashinfer_decode, 16),
     "flash-attn": ("flash_attn", flash_attention_decode, 256),
     "vLLM Triton": ("vllm", vllm_decode, 16),
@@ -77,11 +77,11 @@ RIVALS = {
 """name: (package, how to set it up, block size)."""
 
 
-def rival_results(plan: Plan) -> dict[str, object]:
+def competitor_results(plan: Plan) -> dict[str, object]:
     """Milliseconds of each rival at the plan's goal point; for one that isn't there or fails, what it says."""
     batch, context = plan.goal_point
     results: dict[str, object] = {}
-    for name, (package, setup, block_size) in RIVALS.items():
+    for name, (package, setup, block_size) in COMPETITORS.items():
         if find_spec(package) is None:
             results[name] = "not installed"
             continue

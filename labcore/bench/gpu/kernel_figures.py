@@ -14,7 +14,7 @@ from labcore.attention.sample_batch import Heads, PagedProblem, gathered, paged_
 from labcore.attention.torch_backend import TorchAttention
 from labcore.attention.triton_backend import TritonAttention
 from labcore.bench.gpu.measurement_plan import Plan
-from labcore.bench.gpu.timing import Deadline, Times
+from labcore.bench.gpu.timing import Deadline, DeviceTimes
 from labcore.kvcache.tensors import KVCache
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -78,10 +78,10 @@ class DecodePoint:
 
     batch: int
     context: int
-    times: Times
+    times: DeviceTimes
     gb_per_s: float
     share_of_copy: float
-    sdpa: Times
+    sdpa: DeviceTimes
     speed_against_sdpa: float
 
 
@@ -114,9 +114,9 @@ class PrefillPoint:
 
     batch: int
     length: int
-    times: Times
+    times: DeviceTimes
     tflop_per_s: float
-    sdpa: Times
+    sdpa: DeviceTimes
     speed_against_sdpa: float
 
 

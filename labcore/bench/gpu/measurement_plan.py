@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from labcore.attention.sample_batch import Heads
-from labcore.bench.gpu.timing import Times, copy_bandwidth, device_times
+from labcore.bench.gpu.timing import DeviceTimes, copy_bandwidth, device_times
 
 
 def qwen3_0_6b() -> PreTrainedConfig:
@@ -79,7 +79,7 @@ class Plan:
     requests: int = 64
     prompt_tokens: int = 512
     output_tokens: int = 128
-    time_of: Callable[[Callable[[], object]], Times] = device_times
+    time_of: Callable[[Callable[[], object]], DeviceTimes] = device_times
     copy_gb_per_s: Callable[[], float] = copy_bandwidth
     free_bytes: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0]
 

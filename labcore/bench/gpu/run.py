@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         refuse_foreign_file(args.out, is_report, "a report of this benchmark")  # before minutes are spent
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json else print
-    report = {"benchmark": "gpu", **surroundings(), **measure(gpu_plan(), Deadline(args.minutes), say, args.tune)}
+    report = {"benchmark": "gpu", **device_info(), **measure(gpu_plan(), Deadline(args.minutes), say, args.tune)}
     text = json.dumps(report, indent=1)
     if args.out:
         with output_file(args.out, is_report, "a report of this benchmark") as file:
@@ -74,7 +74,7 @@ def why_not() -> str:
 
 def measure(plan, deadline, say: Callable[[str], None], tune: bool = False) -> dict:
     """The figures of a `Plan`, spoken line by line as they come."""
-    from labcore.bench.gpu.competitors import rival_results
+    from labcore.bench.gpu.competitors import competitor_results
     from labcore.bench.gpu.engine_figures import engine_results
     from labcore.bench.gpu.kernel_figures import checks, decode_points, prefill_point, tile_sweep
 
@@ -90,8 +90,8 @@ def measure(plan, deadline, say: Callable[[str], None], tune: bool = False) -> d
     report["copy_gb_per_s"] = copy = plan.copy_gb_per_s()
     say(f"device copy {copy:,.0f} GB/s, read and written")
     collect("decode", decode_points(plan, copy, deadline))
-    report["rivals"] = rival_results(plan) if deadline.allows("rivals", 30) else {}
-    say(f"others, decode {plan.goal_point}: {report['rivals']}")
+    report["competitors"] = competitor_results(plan) if deadline.allows("competitors", 30) else {}
+    say(f"others, decode {plan.goal_point}: {report['competitors']}")
     shapes = [shape for shape in plan.prefills if deadline.allows(f"prefill {shape}", 5)]
     collect("prefill", (prefill_point(plan, *shape) for shape in shapes))
     collect("engine", engine_results(plan, deadline))
@@ -131,7 +131,7 @@ def goals(decode: list[dict], goal_point: tuple[int, int]) -> dict[str, object]:
     }
 
 
-def surroundings() -> dict[str, object]:
+def device_info() -> dict[str, object]:
     """The device and the versions that the figures belong to."""
     import torch
     import transformers

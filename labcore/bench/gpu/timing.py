@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Times:
+class DeviceTimes:
     """Milliseconds of one run on the device: the median, and what a fifth of the runs stay below and exceed."""
 
     median: float
@@ -18,7 +18,7 @@ class Times:
     slow: float
 
 
-def device_times(run: Callable[[], object], budget_ms: int = 60) -> Times:
+def device_times(run: Callable[[], object], budget_ms: int = 60) -> DeviceTimes:
     """Time `run` as a captured graph, so that the launching host is out of the figure, with the L2 cache cold."""
     from triton.testing import do_bench
 
@@ -28,7 +28,7 @@ def device_times(run: Callable[[], object], budget_ms: int = 60) -> Times:
     with torch.cuda.graph(graph):
         run()
     median, fast, slow = do_bench(graph.replay, warmup=10, rep=budget_ms, quantiles=[0.5, 0.2, 0.8])
-    return Times(median, fast, slow)
+    return DeviceTimes(median, fast, slow)
 
 
 def copy_bandwidth(gib: float = 1.0) -> float:
