@@ -1,10 +1,10 @@
-"""Pictures of a flight record: pure functions from recorded data to plotly figures, and the same facts in words.
+"""Figures of a flight record: pure functions from recorded data to plotly figures, each with a text view.
 
     block_map(recorder)              the pool as a grid of cells              text_view(recorder, step)
     block_tables(recorder)           logical → physical, with arrows          text_view(recorder, step, "block_tables")
-    timeline(recorder or spans, …)   requests over steps                      text_view(recorder, picture="timeline")
+    timeline(recorder or spans, …)   requests over steps                      text_view(recorder, figure="timeline")
     memory(recorder)                 slots used, wasted, shared, free         text_view(recorder, step, "memory")
-    queues(recorder)                 who waits, who runs                      text_view(recorder, step, "queues")
+    queues(recorder)                 waiting, running and swapped requests    text_view(recorder, step, "queues")
     explore(llm)                     a live panel around them                 (labcore.viz.explorer)
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Figure", "block_map", "block_tables", "text_view", "explore", "memor
 
 
 def __getattr__(name: str) -> object:
-    """`explore` needs ipywidgets, the pictures don't."""
+    """Import `explore` on demand: it needs ipywidgets, the figures do not."""
     if name == "explore":
         from labcore.viz.explorer import explore
 

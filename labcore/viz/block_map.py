@@ -1,4 +1,4 @@
-"""Block map: the whole pool as a grid of cells, who owns each block, how full it is, and what is free."""
+"""Block map: the block pool as a grid of cells, with owners and fill of each block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labcore.viz.style import FAINT
 
 MAX_LINES = 40
 MANY_BLOCKS = 160
-"""Beyond, frames name a block's owners when hovered over, and cached blocks go undotted; a single step shows all."""
+"""Above this, frames show owners only on hover and do not dot cached blocks; a single step shows everything."""
 AXES = {"xaxis": "x", "yaxis": "y"}
 
 
@@ -23,11 +23,11 @@ def block_map(
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
 ) -> Figure:
-    """The pool after each step: a cell a block, coloured and lettered by owner, hatched if shared, filled as it fills.
+    """The pool after each step, one cell per block: colour and letter of its owner, hatched if shared, filled to its tokens.
 
-    step    the one shown at first; the last one when None
-    steps   those that the slider offers; all of them when None
-    budget  bytes of notebook that the frames may take; more steps are sampled
+    step    shown first; None means the last
+    steps   offered by the slider; None means all
+    budget  bytes of a notebook for the frames; steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
@@ -60,7 +60,7 @@ def block_map(
 
 
 def headline(snapshot: Snapshot) -> str:
-    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`, and how many the pool misses."""
+    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`, and the number of leaked blocks."""
     counts = {state: snapshot.count(state) for state in ("owned", "shared", "cached", "free")}
     lost = snapshot.leaked
     counts["free"] -= max(0, lost)
@@ -70,7 +70,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def block_map_text(recording: Recording, step: int | None = None) -> TextView:
-    """The pool after one step (the last when None), a line for every block that is not free."""
+    """The pool after one step (None: the last), one line per block that is not free."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
@@ -117,7 +117,7 @@ def _block_ids(grid: Grid) -> dict[str, Any]:
 
 
 def _layout(grid: Grid, title: str, num_entries: int) -> dict[str, Any]:
-    """High enough for the rows of blocks, and for the legend beside them."""
+    """Figure layout; the height fits the rows of blocks and the legend."""
     step = -(-grid.rows // 20)
     rows = range(0, grid.rows, step)
     rows_height = grid.rows * (66 if grid.rows <= 5 else 48 if grid.rows <= 10 else 30)

@@ -1,8 +1,8 @@
-"""Block tables: each request's logical blocks in a row, and an arrow from every one to its grid in the pool.
+"""Block tables: the logical blocks of each request in a row, with an arrow from each to its physical block.
 
     A ana   [ 1 ][ 4 ][ 2 ]
     B bo    [ 1 ][ 5 ]
-              ╲    ╲             from the entry that says 4 to block 4
+              ╲    ╲             entry 4 points to block 4
     pool    ▢  ▣  ▣  ▢  ▣  ▣
 """
 
@@ -27,7 +27,7 @@ AXES = {"xaxis": "x", "yaxis": "y"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a block table and where it is drawn: request, logical index → physical block; row and column."""
+    """One entry of a block table, logical index → physical block, and its row and column in the figure."""
 
     request: RequestState
     logical: int
@@ -43,11 +43,11 @@ def block_tables(
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
 ) -> Figure:
-    """Logical to physical: the tables of the first eight requests above, the pool below, arrows between.
+    """Logical → physical blocks: tables of the first eight requests above, the pool below, arrows between.
 
-    step    the one shown at first; the last one when None
-    steps   those that the slider offers; all of them when None
-    budget  bytes of notebook that the frames may take; more steps are sampled
+    step    shown first; None means the last
+    steps   offered by the slider; None means all
+    budget  bytes of a notebook for the frames; steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
@@ -82,7 +82,7 @@ def block_tables(
 
 
 def entries(snapshot: Snapshot) -> list[Entry]:
-    """What is drawn: the first eight tables that hold blocks; of a long one, its first seven and last four entries."""
+    """Entries to draw: the first eight non-empty tables; of a long one, the first seven and last four entries."""
     found = []
     holders = [request for request in snapshot.requests.values() if request.blocks]
     for row, request in enumerate(holders[:MAX_ROWS]):
@@ -105,7 +105,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def block_tables_text(recording: Recording, step: int | None = None) -> TextView:
-    """Each table after one step (the last when None): logical → physical, and how full the last block is."""
+    """Each table after one step (None: the last): logical → physical, and the fill of its last block."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
@@ -126,7 +126,7 @@ def block_tables_text(recording: Recording, step: int | None = None) -> TextView
 
 
 def _pool(snapshot: Snapshot, shown: list[Entry], grid: Grid) -> list[dict[str, Any]]:
-    """All blocks of a small pool; of a large one those that the tables above list."""
+    """All blocks of a small pool; of a large one, those listed by the tables above."""
     blocks = [block for block in snapshot.blocks[: grid.num_blocks] if block.state != "free"]
     if grid.num_blocks > MANY_BLOCKS:
         listed = {entry.block for entry in shown}
@@ -146,7 +146,7 @@ def _pool(snapshot: Snapshot, shown: list[Entry], grid: Grid) -> list[dict[str, 
 
 
 def _empty_pool(grid: Grid) -> dict[str, Any]:
-    """Every block of the pool, empty, behind everything else."""
+    """All blocks of the pool as empty cells, in the background."""
     everywhere = range(grid.num_blocks)
     return {
         "type": "bar",
@@ -184,7 +184,7 @@ def _entry_hover(recording: Recording, snapshot: Snapshot, entry: Entry) -> str:
 
 
 def _gaps(snapshot: Snapshot, grid: Grid) -> dict[str, Any]:
-    """An ellipsis where entries of a long table are left out."""
+    """An ellipsis in place of the omitted entries of a long table."""
     holders = [request for request in snapshot.requests.values() if request.blocks][:MAX_ROWS]
     long = [row for row, request in enumerate(holders) if len(request.blocks) > MAX_COLUMNS]
     return {
@@ -200,7 +200,7 @@ def _gaps(snapshot: Snapshot, grid: Grid) -> dict[str, Any]:
 
 
 def _row_names(snapshot: Snapshot, grid: Grid) -> dict[str, Any]:
-    """Whose table each row is, and with which block each row of the pool begins."""
+    """Row labels: request of each table, first block of each row of the pool."""
     holders = [request for request in snapshot.requests.values() if request.blocks]
     names = [f"{letter(request.number)} {safe(short(request.request_id, 14))}" for request in holders[:MAX_ROWS]]
     if len(holders) > MAX_ROWS:
@@ -218,7 +218,7 @@ def _middle(row: int, grid: Grid) -> float:
 
 
 def _arrows(shown: list[Entry], grid: Grid) -> dict[str, Any]:
-    """From below each entry to above its block, behind the cells. In a large pool for the first table alone."""
+    """Arrows from each entry to its block, behind the cells; in a large pool, for the first table only."""
     x: list[float | None] = []
     y: list[float | None] = []
     for entry in shown[:MAX_ARROWS] if grid.num_blocks <= MANY_BLOCKS else [e for e in shown if e.row == 0]:

@@ -1,4 +1,4 @@
-"""Spread: how long it took for everybody, as the share of requests that have waited no longer than that."""
+"""Empirical CDF: the share of requests with a latency of at most x."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import INK, PALETTE, safe, short
 from labcore.workload.metrics import percentile
 
-# One a line: colour, dash, marker. Told apart without colour, too.
+# Colour, dash and marker of each line: distinct without colour, too.
 LOOKS = tuple(
     zip(PALETTE[:4], ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "cross"), strict=True)
 )
@@ -17,10 +17,9 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 def cdf(samples: Mapping[str, Sequence[float]], unit: str) -> Figure:
-    """A rising line for each of `samples` (name → one number a request, four names at most): higher and further left is
-    better. Steps up by one request at each of its numbers.
+    """One step line per sample (name → one value per request, at most four names); further left is better.
 
-    unit: what the numbers are, "steps to the first token". Raises ValueError for more names, or a name without numbers.
+    unit: label of the values, such as "steps to the first token". Raises ValueError for more names or an empty sample.
     """
     if len(samples) > len(LOOKS) or not all(len(values) for values in samples.values()):
         raise ValueError(f"samples must have at most {len(LOOKS)} names, each with numbers: {', '.join(samples)}.")
@@ -36,7 +35,7 @@ def cdf(samples: Mapping[str, Sequence[float]], unit: str) -> Figure:
 
 
 def cdf_text(samples: Mapping[str, Sequence[float]], unit: str) -> TextView:
-    """Percentiles and mean, a line each: `static   P50 12   P90 40   P99 41   mean 20.5   steps to the first token`."""
+    """Percentiles and mean, one line per sample: `static   P50 12   P90 40   P99 41   mean 20.5   steps to the first token`."""
     width = max(map(len, samples), default=0)
     lines = []
     for name, values in samples.items():

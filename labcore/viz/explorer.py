@@ -1,10 +1,10 @@
-"""The explorer: a live panel around the pictures. Buttons call a `EngineControl`; figures and texts are the notebooks' own.
+"""The explorer: a live panel around the figures. Buttons call an `EngineControl`; each figure has its text view.
 
     prompt ▁▁▁▁▁▁▁▁▁▁▁▁  max tokens  priority  n   [submit]
     [step] [run] [pause]   request ▾ [fork] [abort]   blocks ▁ [take away] [give back]
     step ──────────●──   (block map) (tables) (timeline) (memory) (queues)
-    ▢▣▣▢ …                                                             the picture
-    step 12   24 blocks: …                                              the same in words, and every text so far
+    ▢▣▣▢ …                                                             the figure
+    step 12   24 blocks: …                                              its text view, and the generated texts
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ VIEWS: dict[str, tuple[str, Callable[..., Figure]]] = {
     "memory": ("memory", memory),
     "queues": ("queues", queues),
 }
-OF_ONE_STEP = ("block map", "tables")  # the other views show how it came to that
+OF_ONE_STEP = ("block map", "tables")  # the other views show the whole run
 MAX_TEXTS = 20
 STORED_BYTES = 60_000
-"""What the frames of the picture that a notebook keeps of the panel may take."""
+"""Bytes for the frames of the figure that a saved notebook keeps of the panel."""
 
 
 def explore(what: Any, view: str = "block map") -> Explorer:
-    """A live panel for an `LLM` made with record=True, or a viewer for a flight record. End a cell with it.
+    """A live panel for an `LLM` with record=True, or a viewer for a flight record; the last expression of a cell.
 
-    view   the picture that it opens with, one of VIEWS; a stored notebook keeps this one, with a slider
-    One panel an engine: a second call, such as running the cell again, closes the first.
-    Raises ValueError for an llm that keeps no record, and for a view that there isn't.
+    view   figure shown first, one of VIEWS; a saved notebook keeps it, with a slider
+    One panel per engine: a second call, such as running the cell again, closes the first.
+    Raises ValueError for an llm without a flight record, and for an unknown view.
     """
     if view not in VIEWS:
         raise ValueError(f"view is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
@@ -63,7 +63,7 @@ _panels: WeakKeyDictionary[Recording, Explorer] = WeakKeyDictionary()
 
 
 class Explorer(widgets.VBox):
-    """See `explore`. A click does one thing to the control, and then everything is drawn from the record again."""
+    """See `explore`. Each click calls one method of `control`, then redraws everything from the record."""
 
     def __init__(self, recording: Recording, control: EngineControl | None, view: str) -> None:
         self.recording = recording
@@ -87,10 +87,10 @@ class Explorer(widgets.VBox):
         self.refresh()
 
     def act(self, action: Callable[[], Any], done: str = "") -> bool:
-        """Do something to the control; whether it worked. What went wrong stands in the panel until something works."""
+        """Run an action; return whether it succeeded. An error message stays until the next success."""
         try:
             action()
-        except Exception as error:  # a learner's own part may raise anything, and the panel must live on
+        except Exception as error:  # an engine with user-written parts may raise anything; the panel must survive
             self._say(str(error) or type(error).__name__, wrong=True)
             worked = False
         else:
@@ -100,7 +100,7 @@ class Explorer(widgets.VBox):
         return worked
 
     def refresh(self) -> None:
-        """Follow the record: the newest step, the requests there are, the picture and the words."""
+        """Update slider, request list, figure and text from the record."""
         steps = self.recording.steps
         followed = self.step_slider.value == self.step_slider.max
         with self.step_slider.hold_trait_notifications():
@@ -116,7 +116,7 @@ class Explorer(widgets.VBox):
         self.draw()
 
     def draw(self) -> None:
-        """The chosen picture of the chosen step, and its words. Replaces what stood there, whatever that was."""
+        """Draw the selected figure and text view at the selected step, replacing the previous ones."""
         step = self.step_slider.value if self.recording.steps else None
         steps = {"steps": [step]} if self.view.value in OF_ONE_STEP else {}
         figure = self._figure(step=step, budget=0, **steps)
@@ -125,18 +125,18 @@ class Explorer(widgets.VBox):
         self.words.value = f"<pre style='white-space:pre-wrap;word-break:normal;line-height:1.35'>{words}</pre>"
 
     async def run(self) -> None:
-        """Step until nobody is left, leaving room for other clicks after every step."""
+        """Step until no request is unfinished, yielding to other clicks after each step."""
         while self.control.is_busy and self.act(self.control.step):
             await asyncio.sleep(0.01)
 
     def pause(self) -> None:
-        """Stop running after the present step."""
+        """Stop after the current step."""
         if self._runner is not None:
             self._runner.cancel()
             self._runner = None
 
     def shut_down(self) -> None:
-        """Stop, give borrowed blocks back, and leave the page."""
+        """Stop, return blocks taken out of the pool, and close the widgets."""
         self.pause()
         if self.control is not None and self.control.num_taken:
             self.control.shrink(-self.control.num_taken)
@@ -147,7 +147,7 @@ class Explorer(widgets.VBox):
             widget.close()
 
     def _figure(self, **options: Any) -> Figure:
-        """The chosen one; before the first step, the word that there is nothing to see yet."""
+        """The selected figure, or a placeholder before the first step."""
         _, make = VIEWS[self.view.value]
         return make(self.recording, **options) if self.recording.steps else nothing_recorded()
 
@@ -206,14 +206,14 @@ class Explorer(widgets.VBox):
         return "\n\n" + "\n".join(lines) if lines else ""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """Where no kernel runs, the picture that the panel shows when the cell is run, with a slider, and its words."""
+        """Without a kernel: the figure first shown, with a slider, and its text view."""
         figure = self._figure(budget=STORED_BYTES)
         words = TextView(f"explorer (run the cell for the live panel)\n{figure.text}")
         return super()._repr_mimebundle_(**kwargs) | figure._repr_mimebundle_() | {"text/plain": words}
 
 
 def still(figure: Figure) -> dict[str, Any]:
-    """A picture's data for display without slider and frames: the panel has a slider of its own."""
+    """Display data of a figure without slider and frames; the panel has its own slider."""
     data = without_slider(figure) | {"frames": [], "config": CONFIG}
     return {PLOTLY_MIME: data, "text/plain": str(figure.text)}
 

@@ -1,4 +1,4 @@
-"""Memory: what the pool's slots hold, step by step, against what contiguous reservations would have taken."""
+"""Memory: KV slots of the pool by use over time, compared with contiguous reservations."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BANDS = {
     "used": ("#7ad", "", "KV of one request"),
     "shared": ("#44bb99", "/", "KV that several requests read, counted once"),
     "wasted": ("#e86", "x", "allocated, still empty"),
-    "cached": ("#ddd", ".", "nobody's, kept in case a prefix returns"),
+    "cached": ("#ddd", ".", "no owner, kept for prefix hits"),
     "free": (EMPTY, "", "free"),
 }
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Slots (tokens' worth of KV) after one step. used + shared + wasted + cached + free = all slots of the pool.
+    """KV slots (one per token) after one step. used + shared + wasted + cached + free = all slots of the pool.
 
-    saved        slots that sharing spares: every further owner would need its own copy
-    contiguous   what reservations of max_model_len a request would take for the requests running now; None if unknown
+    saved        slots saved by sharing: each further owner would need a copy
+    contiguous   slots if each running request reserved max_model_len; None if unknown
     """
 
     step: int
@@ -81,11 +81,11 @@ def memory(
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
 ) -> Figure:
-    """Used, shared, wasted, cached and free slots over time, stacked; dashed, the contiguous reservation.
+    """Used, shared, wasted, cached and free slots over time, stacked; the contiguous reservation as a dashed line.
 
-    step    where the cursor stands at first; the last one when None
-    steps   those to draw; all of them, at most 300, when None
-    budget  bytes of notebook that the frames may take; the slider offers a sample then
+    step    first position of the cursor; None means the last step
+    steps   to draw; None means all, at most 300
+    budget  bytes of a notebook for the frames; slider steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
@@ -143,7 +143,7 @@ def memory(
 
 
 def memory_text(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> TextView:
-    """Slots by kind at up to eight steps of the run, `step` among them, and the peaks."""
+    """Slots by use at up to eight steps of the run, including `step`."""
     if not recording.steps:
         return NOTHING
     step, steps = chosen(recording, step, steps)

@@ -1,12 +1,11 @@
-"""Prefix tree: what the prefix cache can find, as the tree that its texts make, and under it the pool where it lies.
+"""Prefix tree: the cached blocks as a tree of token prefixes, above the pool that holds them.
 
-    [0]──[1]──[2]      one row a text, one cell a block, each cell named after its block in the pool
-      │    └─[4]       where two texts part, so do their rows
+    [0]──[1]──[2]      one row per text, one cell per block, labelled with the physical block
+      │    └─[4]       rows branch where texts diverge
       └─[6]──[7]
     pool  ▣ ▣ ▣ ▢ ▣ …
 
-The record doesn't say which block comes after which: that is read off the block tables, and remembered for as long as
-the block can be found.
+Flight records have no parent links: the parent of a block is taken from block tables and kept while the block is cached.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ AXES = {"xaxis": "x", "yaxis": "y"}
 
 @dataclass(frozen=True)
 class Node:
-    """A block that can be found, and its grid: the blocks before it in its text, and the row of that text."""
+    """A cached block with its parent block, its depth in the text, and the row of that text."""
 
     block: BlockState
     parent: int | None
@@ -35,9 +34,9 @@ class Node:
 
 
 def prefix_tree(recording: Recording, step: int | None = None) -> Figure:
-    """The tree of findable blocks after a step (the last one when None), above the whole pool.
+    """The tree of cached blocks after a step (None: the last), above the pool.
 
-    Raises ValueError for a step that was not recorded.
+    Raises ValueError if `step` was not recorded.
     """
     if not recording.steps:
         return nothing_recorded()
@@ -56,7 +55,7 @@ def prefix_tree(recording: Recording, step: int | None = None) -> Figure:
 
 
 def prefix_tree_text(recording: Recording, step: int | None = None) -> TextView:
-    """The tree in words: a line a block, indented under the block before it, with owners and text."""
+    """The tree as text: one line per block, indented under its parent, with owners and text."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
@@ -77,7 +76,7 @@ def headline(nodes: list[Node]) -> str:
 
 
 def tree(recording: Recording, step: int) -> list[Node]:
-    """Every findable block after `step`, parents before children, and the rows of a text's blocks side by side."""
+    """All cached blocks after `step`, parents before children; the blocks of a text share a row."""
     parents = _parents(recording, step)
     blocks = recording.at(step).blocks
     children: dict[int | None, list[int]] = {}
@@ -95,13 +94,13 @@ def tree(recording: Recording, step: int) -> list[Node]:
 
 
 def _parents(recording: Recording, step: int) -> dict[int, int | None]:
-    """Findable block → the block before it in its text, as far as the tables up to `step` have shown."""
+    """Cached block → its parent, as seen in block tables up to `step`."""
     parents: dict[int, int | None] = {}
     for snapshot in recording.snapshots([s for s in recording.steps if s <= step]):
-        findable = {block.block for block in snapshot.blocks if block.hash is not None}
-        parents = {block: parent for block, parent in parents.items() if block in findable}
+        cached = {block.block for block in snapshot.blocks if block.hash is not None}
+        parents = {block: parent for block, parent in parents.items() if block in cached}
         for table in snapshot.tables.values():
-            parents.update((b, a) for a, b in zip([None, *table], table, strict=False) if b in findable)
+            parents.update((b, a) for a, b in zip([None, *table], table, strict=False) if b in cached)
     return parents
 
 
@@ -134,7 +133,7 @@ def _layers(
 
 
 def _edges(nodes: list[Node], grid: Grid) -> dict[str, Any]:
-    """Down from the parent's row, then across to the child."""
+    """Edges: down from the row of the parent, then across to the child."""
     at = {node.block.block: node for node in nodes}
 
     def middle(node: Node) -> float:

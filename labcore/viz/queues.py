@@ -1,4 +1,4 @@
-"""Queues: who waits, who runs, who is swapped out; how many over time, and by name at one step."""
+"""Queues: waiting, running and swapped requests; counts over time, and by name at one step."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def queues(
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
 ) -> Figure:
-    """The lengths of the queues over time, and below, the requests in each at one step, next one first.
+    """Queue lengths over time; below, the requests of each queue at one step, next one first.
 
-    step    the one shown at first; the last one when None
-    steps   those to draw; all of them, at most 300, when None
-    budget  bytes of notebook that the frames may take; the slider offers a sample then
+    step    shown first; None means the last
+    steps   to draw; None means all, at most 300
+    budget  bytes of a notebook for the frames; slider steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
@@ -96,7 +96,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def queues_text(recording: Recording, step: int | None = None) -> TextView:
-    """Who is in which queue after one step (the last when None), next one first, and how far each has come."""
+    """Requests of each queue after one step (None: the last), next one first, with their progress."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
@@ -128,7 +128,7 @@ def _cursor(step: int, most: int) -> dict[str, Any]:
 
 
 def _chips(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One lettered chip a request; what doesn't fit in a row is counted at its end."""
+    """One lettered chip per request; a row that overflows ends with a count."""
     places, more = [], []
     for row, name in enumerate(QUEUES):
         queue = snapshot.queues[name]

@@ -1,8 +1,8 @@
-"""Slab map: contiguous regions over time, and the holes between them. Drawn in notebook 01.
+"""Region map: contiguous regions of a KV buffer over time, and the holes between them. Drawn in notebook 01.
 
-    slots ▲   ┌──────────────┐            a box is one request's region, as long as it holds it;
-          │   │ reserved  ╱▒▒│ ┌──────┐   shaded up to the tokens that it has stored by then;
-          │   │        ╱▒▒▒▒▒│ │ bo ▒▒│   paper between the boxes is free
+    slots ▲   ┌──────────────┐            box: region of one request while it is resident
+          │   │ reserved  ╱▒▒│ ┌──────┐   shaded: tokens stored so far
+          │   │        ╱▒▒▒▒▒│ │ bo ▒▒│   between the boxes: free
           └───┴──────────────┴─┴──────┴─▶ steps
 """
 
@@ -22,9 +22,9 @@ NUM_SAMPLES = 6
 
 
 def region_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> Figure:
-    """Regions of a slab as boxes, steps to the right and slots upwards; each box shaded as far as tokens fill it.
+    """Regions as boxes over steps (x) and slots (y), each shaded up to its stored tokens.
 
-    names   one a stay; without them boxes have no label
+    names   label of each box; none by default
     """
     stop = max((stay.stop for stay in stays), default=1)
     boxes = [_outline(stay) for stay in stays]
@@ -52,9 +52,9 @@ def region_map(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ())
 
 
 def region_map_text(stays: Sequence[Stay], num_slots: int, names: Sequence[str] = ()) -> TextView:
-    """Where everybody lies, if they have names: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
+    """With names, the region of each request: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
 
-    Otherwise what is free at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
+    Without, the free slots at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
     """
     stop = max((stay.stop for stay in stays), default=0)
     lines = [f"{num_slots:,} slots, {len(stays)} requests, {stop:,} steps"]
@@ -87,7 +87,7 @@ def _hover(stay: Stay, name: str) -> str:
 
 
 def _final(stay: Stay) -> int:
-    """Tokens stored in the last step: the last output token is never fed back."""
+    """Tokens stored in the last step; the last output token is not stored."""
     return stay.request.prompt_tokens + stay.stop - stay.start - 1
 
 
@@ -103,7 +103,7 @@ def _filled(stay: Stay) -> list[tuple[int, int]]:
 
 
 def _polygons(shapes: list[list[tuple[int, int]]], name: str, fill: str, pattern: str) -> dict[str, Any]:
-    """Many closed outlines in one trace, parted by gaps: a figure of a hundred boxes stays a few kilobytes."""
+    """Many closed outlines in one trace, separated by None, to keep the figure small."""
     points = [point for shape in shapes for point in [*shape, (None, None)]][:-1]
     trace = {
         "type": "scatter", "mode": "lines", "name": name, "fill": "toself", "fillcolor": fill, "hoverinfo": "skip",

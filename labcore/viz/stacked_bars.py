@@ -1,4 +1,4 @@
-"""Shares: how one whole is divided, a bar for each way of doing it, one under the other."""
+"""Stacked bars: how a whole is divided, one horizontal bar per policy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import EMPTY, FAINT, INK, PALETTE, safe, short
 
-# In the order of the parts: what counts comes first, in a solid colour; what is lost follows, patterned or empty.
+# In the order of the parts: used first, in a solid colour; waste after it, patterned or empty.
 LOOKS = ((PALETTE[0], ""), (PALETTE[1], "x"), (EMPTY, "/"), (PALETTE[2], "."), (PALETTE[3], "-"))
 NARROW = 0.045
-"""A share below this has no room for its number inside the bar; the text table has it."""
+"""Smallest share with its number inside the bar; the text view has all numbers."""
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]]) -> Figure:
     """Stacked bars: `rows["paged"]["tokens"]` is the share of tokens under the policy "paged", from 0 to 1.
 
-    All rows have the same parts, five at most, in the same order. Raises ValueError if they don't.
+    All rows have the same parts, at most five, in the same order; otherwise raises ValueError.
     """
     parts = list(next(iter(rows.values()), {}))
     if any(list(row) != parts for row in rows.values()) or len(parts) > len(LOOKS):
@@ -39,7 +39,7 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def stacked_bars_text(rows: Mapping[str, Mapping[str, float]]) -> TextView:
-    """One line a row: `paged   tokens 97.8 %   in last blocks 0.6 %   free 1.7 %`."""
+    """One line per row: `paged   tokens 97.8 %   in last blocks 0.6 %   free 1.7 %`."""
     width = max(map(len, rows), default=0)
     lines = [
         "   ".join([f"{name:{width}}", *(f"{part} {100 * share:5.1f} %" for part, share in row.items())])

@@ -1,4 +1,4 @@
-"""The facts behind each figure as a short text table: for screen readers, viewers without JavaScript, nbval."""
+"""Text view: the data of each figure as a short table, for screen readers, viewers without JavaScript and nbval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT_VIEWS = {
 
 
 def text_view(run: Recording | Sequence[Span], step: int | None = None, figure: str = "block_map") -> TextView:
-    """What `figure` shows of the run, in words, at `step` (the last one when None). Spans have a timeline only.
+    """The data of `figure` at `step` (None: the last) as text. Spans have a timeline only.
 
     figure   "block_map", "block_tables", "timeline", "memory" or "queues"
     Raises ValueError for another figure, or a step that was not recorded.

@@ -159,7 +159,7 @@ def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
     press["take away"].click()
     press["submit"].click()
     press["step"].click()
-    assert "nobody fits into what is left of the pool" in panel.message.value
+    assert "no request fits into the remaining blocks" in panel.message.value
     assert "15 taken by no request" in words(panel)
     press["give back"].click()
     press["step"].click()
@@ -251,7 +251,7 @@ def test_several_continuations_are_aborted_together():
 
 
 def test_an_llm_without_a_record_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"make it with LLM\(…, record=True\)"):
+    with pytest.raises(ValueError, match=r"create it with LLM\(…, record=True\)"):
         explore(llm(record=False))
 
 
