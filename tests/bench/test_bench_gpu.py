@@ -121,7 +121,7 @@ def test_tiles_are_tried_and_a_tile_that_fails_is_a_result():
     assert {row["error"] for row in rows} == {"RuntimeError"}
 
 
-def test_rivals_that_are_not_installed_are_named():
+def test_competitors_that_are_not_installed_are_named():
     assert set(competitor_results(tiny_plan()).values()) == {"not installed"}
 
 

@@ -119,7 +119,7 @@ def test_a_budget_that_leaves_prompts_nothing_is_refused(capsys):
 
 
 @pytest.mark.parametrize("setting", [WHOLE, "8", AUTO])
-def test_all_streams_begin_to_talk_in_one_step_whatever_the_setting(loaded, setting):
+def test_prefill_of_all_streams_takes_one_step_whatever_the_setting(loaded, setting):
     work = StallWorkload([list(range(1, 60)), list(range(2, 70))], [1, 2, 3], 4)
     engine, token_times = engine_for(setting, loaded, work), {}
     before = engine.scheduler.max_num_batched_tokens, engine.budget

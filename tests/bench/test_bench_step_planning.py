@@ -5,7 +5,7 @@ import json
 from labcore.bench.step_planning import POLICIES, PlanningCost, growth, measure, report, saturated_scheduler, table, timed_step
 
 
-def test_a_full_house_decodes_in_every_slot_and_keeps_the_others_waiting():
+def test_saturated_scheduler_decodes_in_every_slot_and_keeps_the_others_waiting():
     scheduler = saturated_scheduler(POLICIES["fcfs"], num_running=20, num_waiting=30, room=5)
     before = [request.num_tokens for request in scheduler.running]
     assert timed_step(scheduler) > 0
@@ -13,7 +13,7 @@ def test_a_full_house_decodes_in_every_slot_and_keeps_the_others_waiting():
     assert len(scheduler.running) == 20 and len(scheduler.waiting) == 30
 
 
-def test_a_long_queue_does_not_make_a_step_dearer():
+def test_planning_cost_does_not_grow_with_the_queue():
     costs = measure(waiting=(0, 20_000), rounds=3, steps=5, num_running=100)
     assert [cost.num_waiting for cost in costs] == [0, 20_000] * len(POLICIES)
     assert growth(costs) < 2 and all(0 < cost.microseconds < 50 for cost in costs)

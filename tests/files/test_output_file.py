@@ -82,7 +82,7 @@ def test_output_into_a_folder_that_is_not_there_names_the_file(tmp_path):
     assert error.value.filename == str(tmp_path / "no/x")
 
 
-def test_a_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, recorder):
+def test_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, recorder):
     notebook = tmp_path / "02.ipynb"
     notebook.write_text('{"cells": []}')
     with pytest.raises(ValueError, match="02.ipynb is there and is not a labcore flight record"):
@@ -93,7 +93,7 @@ def test_a_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, record
     assert Recording.load(tmp_path / "run.jsonl").steps == recorder.steps
 
 
-def test_a_flight_record_that_cannot_be_written_leaves_the_older_one(tmp_path, recorder, monkeypatch):
+def test_flight_record_that_cannot_be_written_leaves_the_older_one(tmp_path, recorder, monkeypatch):
     recorder.save(tmp_path / "run.jsonl")
     before = (tmp_path / "run.jsonl").read_bytes()
     monkeypatch.setattr("labcore.recorder.jsonl._to_json", lambda record: 1 / 0)
@@ -102,7 +102,7 @@ def test_a_flight_record_that_cannot_be_written_leaves_the_older_one(tmp_path, r
     assert (tmp_path / "run.jsonl").read_bytes() == before
 
 
-def test_a_page_replaces_an_older_one_and_nothing_else(tmp_path, recorder, capsys):
+def test_html_report_replaces_an_older_one_and_nothing_else(tmp_path, recorder, capsys):
     record, page, thesis = tmp_path / "run.jsonl", tmp_path / "run.html", tmp_path / "thesis.html"
     recorder.save(record)
     thesis.write_text("<!doctype html>\n<title>My thesis</title>")

@@ -29,7 +29,7 @@ def outlines(trace):
     return shapes
 
 
-def test_a_box_covers_the_region_for_as_long_as_it_is_held():
+def test_region_map_box_covers_the_region_while_resident():
     assert outlines(drawn()["data"][0]) == [
         [(0, 0), (0, 7), (1, 7), (1, 0)],
         [(0, 7), (0, 14), (4, 14), (4, 7)],
@@ -37,11 +37,11 @@ def test_a_box_covers_the_region_for_as_long_as_it_is_held():
     ]
 
 
-def test_the_shading_starts_at_the_prompt_and_ends_with_the_last_stored_token():
+def test_region_map_shading_goes_from_the_prompt_to_the_last_stored_token():
     assert outlines(drawn()["data"][1])[1] == [(0, 7), (0, 10), (4, 13), (4, 7)]
 
 
-def test_the_text_says_what_the_boxes_show():
+def test_region_map_text_says_what_the_boxes_show():
     stays = pack(LOG, num_slots=14, reserve=lambda request: 7)
     assert repr(region_map(stays, 14, ["ana", "bo", "cy"]).text).splitlines() == [
         "14 slots, 3 requests, 4 steps",
@@ -57,7 +57,7 @@ def test_a_name_with_markup_is_shown_and_not_obeyed():
     assert "<b>" not in figure["data"][2]["hovertext"][2]
 
 
-def test_an_empty_slab_and_one_of_many_requests_are_drawn_and_stay_small():
+def test_region_map_of_no_and_of_many_requests_stays_small():
     assert repr(region_map([], 12).text) == "12 slots, 0 requests, 0 steps"
     stays = pack(load_trace()[:200], 1 << 15, lambda request: request.prompt_tokens + request.output_tokens)
     figure = region_map(stays, 1 << 15)
@@ -65,7 +65,7 @@ def test_an_empty_slab_and_one_of_many_requests_are_drawn_and_stay_small():
     assert repr(figure.text).splitlines()[0] == "32,768 slots, 200 requests, 2,690 steps"
 
 
-def test_free_slots_of_a_nameless_slab_are_counted_hole_by_hole():
+def test_region_map_text_counts_free_slots_by_hole():
     stays = pack(LOG, num_slots=14, reserve=lambda request: 5)
     assert repr(region_map(stays, 14).text).splitlines() == [
         "14 slots, 3 requests, 4 steps",

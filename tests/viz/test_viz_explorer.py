@@ -48,7 +48,7 @@ def drawn(panel: Explorer) -> dict:
     return output["data"][PLOTLY_MIME]
 
 
-def test_submit_step_fork_and_abort_show_in_the_panel():
+def test_explorer_shows_submit_step_fork_and_abort():
     panel = explore(llm())
     press = buttons(panel)
     assert "nothing recorded yet" in words(panel)
@@ -70,7 +70,7 @@ def test_submit_step_fork_and_abort_show_in_the_panel():
     panel.control.engine.check_integrity()
 
 
-def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
+def test_fork_begins_with_every_block_and_token_of_its_parent():
     made = llm()
     control = EngineControl(made)
     control.submit("abcdef")
@@ -94,7 +94,7 @@ def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
     assert len(said["r1"]) == 16 and len(said[child]) == 14 and said["r1"][2:] != said[child]
 
 
-def test_the_figure_is_the_notebooks_own_without_its_slider():
+def test_explorer_draws_the_notebooks_figure_without_its_slider():
     panel = explore(llm())
     buttons(panel)["submit"].click()
     buttons(panel)["step"].click()
@@ -103,7 +103,7 @@ def test_the_figure_is_the_notebooks_own_without_its_slider():
     assert "sliders" not in shown["layout"] and "updatemenus" not in shown["layout"]
 
 
-def test_every_view_draws_and_says_the_same_facts():
+def test_explorer_views_draw_and_have_the_same_text():
     panel = explore(llm())
     buttons(panel)["submit"].click()
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_every_view_draws_and_says_the_same_facts():
         assert drawn(panel)["data"]
 
 
-def test_fifty_quick_clicks_leave_one_figure_and_no_stale_text():
+def test_explorer_clicks_leave_one_figure_and_no_stale_text():
     panel = explore(llm())
     for _ in range(3):
         buttons(panel)["submit"].click()
@@ -127,7 +127,7 @@ def test_fifty_quick_clicks_leave_one_figure_and_no_stale_text():
     assert "nothing to do" in panel.message.value
 
 
-def test_errors_are_said_in_plain_words_and_go_away_when_mended():
+def test_explorer_errors_are_shown_until_the_next_success():
     panel = explore(llm())
     press = buttons(panel)
     panel.prompt.value = ""
@@ -151,7 +151,7 @@ def test_errors_are_said_in_plain_words_and_go_away_when_mended():
     assert "is not being served" in panel.message.value
 
 
-def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
+def test_explorer_shrunk_pool_stops_the_run_until_blocks_return():
     made = llm()
     panel = explore(made)
     press = buttons(panel)
@@ -167,7 +167,7 @@ def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
     made.engine.check_integrity()
 
 
-def test_run_goes_on_to_the_end_and_pause_stops_it():
+def test_explorer_run_goes_to_the_end_and_pause_stops_it():
     async def scene() -> None:
         panel = explore(llm())
         press = buttons(panel)
@@ -186,7 +186,7 @@ def test_run_goes_on_to_the_end_and_pause_stops_it():
     asyncio.run(scene())
 
 
-def test_looking_back_is_not_disturbed_by_new_steps():
+def test_explorer_slider_stays_on_an_earlier_step():
     panel = explore(llm())
     press = buttons(panel)
     press["submit"].click()
@@ -198,7 +198,7 @@ def test_looking_back_is_not_disturbed_by_new_steps():
     assert panel.step_slider.value == 2 and panel.step_slider.max == 5
 
 
-def test_running_the_cell_again_leaves_one_panel():
+def test_explorer_cell_run_again_leaves_one_panel():
     made = llm()
     first = explore(made)
     buttons(first)["submit"].click()
@@ -210,7 +210,7 @@ def test_running_the_cell_again_leaves_one_panel():
     assert explore(llm()).comm is not None and second.comm is not None, "another engine has a panel of its own"
 
 
-def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
+def test_explorer_without_a_kernel_is_text_and_a_figure_that_steps():
     panel = explore(llm())
     bundle = panel._repr_mimebundle_()
     assert bundle["text/plain"] == "explorer (run the cell for the live panel)\nnothing recorded yet"
@@ -223,7 +223,7 @@ def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_panel_opens_with_the_view_that_is_asked_for_and_stores_that_one(view):
+def test_explorer_opens_with_and_stores_the_given_view(view):
     name, make = VIEWS[view]
     made = llm()
     assert explore(made, view)._repr_mimebundle_()["text/plain"].endswith("nothing recorded yet")
@@ -235,12 +235,12 @@ def test_a_panel_opens_with_the_view_that_is_asked_for_and_stores_that_one(view)
     assert bundle["text/plain"].splitlines()[1] == text_view(made.engine.recorder, figure=name).splitlines()[0]
 
 
-def test_a_view_that_there_is_not_is_refused_by_name():
+def test_explorer_refuses_an_unknown_view():
     with pytest.raises(ValueError, match="view is 'map'; it must be one of 'block map', 'tables', 'timeline'"):
         explore(llm(), "map")
 
 
-def test_several_continuations_are_aborted_together():
+def test_abort_ends_all_samples_of_a_prompt():
     control = EngineControl(llm())
     control.submit("abcd", max_tokens=8, n=3)
     control.step()
@@ -250,12 +250,12 @@ def test_several_continuations_are_aborted_together():
     assert control.recorder.at().requests == {} and not control.is_busy
 
 
-def test_an_llm_without_a_record_is_refused_with_what_to_do():
+def test_explorer_refuses_an_llm_without_a_record():
     with pytest.raises(ValueError, match=r"create it with LLM\(…, record=True\)"):
         explore(llm(record=False))
 
 
-def test_a_record_alone_is_shown_without_buttons_and_odd_names_are_text():
+def test_explorer_of_a_record_has_no_buttons_and_escapes_names():
     engine = ToyEngine()
     engine.add("<img src=x onerror=alert(1)>", 5, 3)
     panel = explore(engine.run().recorder)
@@ -265,7 +265,7 @@ def test_a_record_alone_is_shown_without_buttons_and_odd_names_are_text():
     assert "<img" not in words(panel) and "&lt;img src=x" in words(panel)
 
 
-def test_whatever_a_learners_part_raises_the_panel_lives_on():
+def test_explorer_survives_any_error_of_a_custom_part():
     made = llm()
     panel = explore(made)
     buttons(panel)["submit"].click()
@@ -277,7 +277,7 @@ def test_whatever_a_learners_part_raises_the_panel_lives_on():
     assert panel.message.value == "" and "owned" in words(panel)
 
 
-def test_a_session_serves_beside_requests_added_by_hand():
+def test_engine_control_serves_beside_requests_added_by_hand():
     made = llm()
     control = EngineControl(made)
     made.engine.add_request("mine", prompt(5), SamplingParams(max_tokens=2, temperature=0))
