@@ -1,1 +1,1 @@
-"""Benchmarks: one file each, reached through `labcore bench`."""
+"""Benchmarks: one file each, run by `labcore bench NAME`."""

@@ -1,9 +1,8 @@
-"""What a block costs: time of one allocate/free pair, in pools from a thousand to a million blocks.
+"""Cost of a block: time of one allocate/free pair, in pools from a thousand to a million blocks.
 
-Two workloads. `bulk` takes and returns blocks by the dozen, as a prompt does: the price of the loop. `single` takes and
-returns one, as a decode step at a block boundary does: the price of the call. Each in a pool whose free queue runs in
-order of the ids, and in one that has served for a while, whose queue is shuffled: there every step of the walk lands
-somewhere else in memory, which is the processor's cache at work and not the pool.
+`bulk` allocates and frees 64 blocks per call, as a prompt does (cost of the loop); `single` one block per call, as a
+decode step at a block boundary does (cost of the call). Each in a pool whose free list is in order, and in one whose free
+list is shuffled, as after long use: there the time is dominated by CPU cache misses.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from labcore.bench.run_info import circumstances
+from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -26,8 +25,8 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Microseconds that one block costs, taken and given back: the best of the rounds."""
+class AllocationCost:
+    """Microseconds per block of allocate and free: best of the rounds."""
 
     num_blocks: int
     bulk: float
@@ -36,8 +35,8 @@ class Cost:
     single_shuffled: float
 
 
-def measure(sizes: Sequence[int] = SIZES, rounds: int = 7, pairs: int = 100_000) -> list[Cost]:
-    """Time `pairs` pairs a round. Sizes take turns, so that a machine that grows slower does so for all of them."""
+def measure(sizes: Sequence[int] = SIZES, rounds: int = 7, pairs: int = 100_000) -> list[AllocationCost]:
+    """Time `pairs` pairs per round. Sizes alternate, so that machine drift affects all of them."""
     pools = {n: (BlockPool(n, 16), BlockPool(n, 16, free_order=shuffled(n))) for n in sizes}
     best: dict[tuple[int, int, int], float] = {}
     for _ in range(rounds):
@@ -46,11 +45,11 @@ def measure(sizes: Sequence[int] = SIZES, rounds: int = 7, pairs: int = 100_000)
                 for batch in (BULK, 1):
                     key = (n, kind, batch)
                     best[key] = min(best.get(key, float("inf")), pair_seconds(pool, batch, pairs))
-    return [Cost(n, *(best[n, kind, batch] * 1e6 for kind in (0, 1) for batch in (BULK, 1))) for n in sizes]
+    return [AllocationCost(n, *(best[n, kind, batch] * 1e6 for kind in (0, 1) for batch in (BULK, 1))) for n in sizes]
 
 
 def pair_seconds(pool: BlockPool, batch: int, pairs: int) -> float:
-    """Seconds per block of taking `batch` blocks and giving them back, `pairs` blocks in all."""
+    """Seconds per block of allocating and freeing `batch` blocks at a time, `pairs` blocks in all."""
     calls = max(1, pairs // batch)
     start = time.perf_counter()
     for _ in range(calls):
@@ -59,34 +58,34 @@ def pair_seconds(pool: BlockPool, batch: int, pairs: int) -> float:
 
 
 def shuffled(num_blocks: int) -> list[int]:
-    """A free order such as traffic leaves behind: any block may come next."""
+    """A random free order, as after long use."""
     order = list(range(num_blocks))
     random.Random(SEED).shuffle(order)
     return order
 
 
-def growth(costs: Sequence[Cost], column: str) -> float:
-    """How many times as much a block costs in the largest pool as in the smallest."""
+def growth(costs: Sequence[AllocationCost], column: str) -> float:
+    """Cost in the largest pool divided by cost in the smallest."""
     return getattr(costs[-1], column) / getattr(costs[0], column)
 
 
-def table(costs: Sequence[Cost]) -> str:
-    """The costs as text, a line for each size of pool."""
-    names = [f.name for f in fields(Cost)]
+def table(costs: Sequence[AllocationCost]) -> str:
+    """The costs as text, one line per pool size."""
+    names = [f.name for f in fields(AllocationCost)]
     rows = [[f"{cost.num_blocks:,}", *(f"{getattr(cost, name):.3f}" for name in names[1:])] for cost in costs]
     head = ["blocks", *(name.replace("_", ", ") for name in names[1:])]
     lines = ["  ".join(f"{piece:>16}" for piece in row) for row in [head, *rows]]
-    return "\n".join([f"microseconds per block, taken and given back; bulk is {BULK} at a time", *lines])
+    return "\n".join([f"microseconds per block, allocate and free; bulk is {BULK} at a time", *lines])
 
 
-def report(costs: Sequence[Cost]) -> dict:
-    """Everything that a reader needs in order to judge the figures."""
+def report(costs: Sequence[AllocationCost]) -> dict:
+    """The figures as JSON, with machine, versions and goals."""
     return {
-        **circumstances("blocks"),
+        **run_info("blocks"),
         "unit": "microseconds per allocate/free pair of one block, best of the rounds",
         "bulk": BULK,
         "goal": {"bulk_at_most": GOAL_US, "growth_at_most": GOAL_RATIO},
-        "growth": {f.name: round(growth(costs, f.name), 2) for f in fields(Cost) if f.name != "num_blocks"},
+        "growth": {f.name: round(growth(costs, f.name), 2) for f in fields(AllocationCost) if f.name != "num_blocks"},
         "results": [asdict(cost) for cost in costs],
     }
 

@@ -1,20 +1,20 @@
-"""What a long prompt does to those who are talking, and what it costs to spare them: whole prompts, budgets, "auto".
+"""Prefill stalls: how a long prompt delays running decodes, under whole prompts, token budgets and "auto".
 
-    streams   ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒     ten that decode
+    streams   ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒ ▒     ten decoding requests
     prompt              ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                   4,096 tokens arrive in the middle
-                 calm │ while it is read │ calm
+               baseline │     prefill    │ baseline
 
-Every setting serves the same work: the same prompts, so many tokens for each stream that all of them talk until the
-prompt is read, and for a while after, whatever the budget. The streams were asked what people ask (the median prompt of
-the Azure conversation trace has 1,020 tokens), and it is read before the clock starts.
+Every setting serves the same work: the same prompts, and output lengths for which all streams decode during the whole
+prefill and some time after it, whatever the budget. The streams' prompts have about the median length of the Azure
+conversation trace (1,020 tokens) and are prefilled before the clock starts.
 
-A gap is the time between two tokens of one stream; the gaps of all are pooled. Calm are those of `CALM_STEPS` steps
-before the prompt came, and of as many after it was read: the streams have grown by then, and look back at more
-themselves, which is not the prompt's fault.
+A gap is the time between two tokens of one stream; the gaps of all streams are pooled. The baseline pools
+`BASELINE_STEPS` steps before the prompt arrives and as many after its prefill: the streams' contexts grow meanwhile, and
+that slowdown is not caused by the prompt.
 
-The settings take turns, round after round, so that a machine that grows slower does so for all of them. A figure is the
-median of its rounds, a ratio the median of the rounds' ratios. "auto" begins anew in each round, and aims at `AIM` times
-the gaps that this very engine had before the prompt came.
+Settings alternate, round after round, so that machine drift affects all of them. A figure is the median of its rounds, a
+ratio the median of the rounds' ratios. "auto" starts afresh in each round and targets `TARGET` times the median gap
+that this engine had before the prompt arrived.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ import numpy as np
 import torch
 import transformers
 
-from labcore.bench.run_info import circumstances
+from labcore.bench.run_info import run_info
 from labcore.engine.engine import Engine
 from labcore.llm import LLM
 from labcore.models import LoadedModel, load
 from labcore.sampling_params import SamplingParams
 from labcore.scheduler.budget import AdaptiveBudget
-from labcore.viz.cdf import percentile
+from labcore.workload.metrics import percentile
 
 BUDGETS = (32, 48, 64, 96, 128, 256, 1024)
 WHOLE, AUTO = "whole", "auto"
-CALM_STEPS, BLOCK_SIZE = 32, 16
+BASELINE_STEPS, BLOCK_SIZE = 32, 16
 GOAL_GAP, GOAL_LOSS = 2.0, 0.10
-AIM = 1.6
-"""What "auto" aims at, in calm medians: below the goal, because single steps scatter around what it finds."""
+TARGET = 1.6
+"""Target of "auto" in baseline medians: below the goal, because single steps scatter around it."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """`streams` prompts, each with `output_tokens` to say, and one long prompt that wants one token."""
+class StallWorkload:
+    """Prompts of the `streams`, each to generate `output_tokens`, and one `long` prompt to generate one token."""
 
     streams: list[list[int]]
     long: list[int]
@@ -58,18 +58,18 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Times:
-    """One run. Milliseconds but for `seconds`.
+class StallTimes:
+    """One run, in milliseconds except for `seconds` and `budget`.
 
-    calm      median gap of the streams while there is no prompt: just before it came, and just after it was read
-    overall   median gap over the whole run
-    p99, longest   gaps that end while the prompt is read
-    ttft      from the prompt's arrival to its token
-    seconds   the whole of the work but for the streams' prompts
-    budget    tokens of the largest step after the prompt came
+    baseline       median gap of the streams just before the prompt arrives and just after its prefill
+    overall        median gap over the whole run
+    p99, longest   of the gaps that end during the prefill
+    ttft           of the long prompt
+    seconds        whole run without the prefill of the streams
+    budget         tokens of the largest step after the prompt arrived
     """
 
-    calm: float
+    baseline: float
     overall: float
     p99: float
     longest: float
@@ -79,15 +79,15 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Result:
+class StallResult:
     """One setting. Each figure is the median over its rounds.
 
-    gap          P99 of the gaps while the prompt is read, in calm medians of the same run
+    gap          P99 of the gaps during the prefill, in baseline medians of the same run
     throughput   relative to whole prompts in the same round
     """
 
     setting: str
-    times: Times
+    times: StallTimes
     gap: float
     throughput: float
 
@@ -96,19 +96,19 @@ class Result:
         return self.gap <= GOAL_GAP and self.throughput >= 1 - GOAL_LOSS
 
 
-def make_work(
+def make_workload(
     vocab_size: int, num_streams: int, stream_tokens: int, prompt_tokens: int, budgets: Sequence[int], seed: int = 0
-) -> Work:
-    """Random tokens, no two prompts alike; streams long enough to outlast the prompt under the smallest budget."""
+) -> StallWorkload:
+    """Random distinct prompts; the streams outlast the prefill under the smallest budget."""
     rng = np.random.default_rng(seed)
     lengths = [stream_tokens] * num_streams + [prompt_tokens]
     *streams, long = (rng.integers(10, vocab_size, size=n).tolist() for n in lengths)
     fewest = max(1, min(AdaptiveBudget(1.0).smallest, *(budget - num_streams for budget in budgets)))
-    return Work(streams, long, 2 * CALM_STEPS + 8 + ceil(prompt_tokens / fewest))
+    return StallWorkload(streams, long, 2 * BASELINE_STEPS + 8 + ceil(prompt_tokens / fewest))
 
 
-def engine_for(setting: str, loaded: LoadedModel, work: Work) -> Engine:
-    """An engine that treats prompts as `setting` says: "whole", "auto", or a budget."""
+def engine_for(setting: str, loaded: LoadedModel, work: StallWorkload) -> Engine:
+    """An engine for `setting`: "whole" prompts, "auto", or a token budget."""
     longest = [len(work.long) + 1, *(len(prompt) + work.output_tokens for prompt in work.streams)]
     settings: dict[str, Any] = {"max_num_batched_tokens": setting if setting == AUTO else len(work.long) + 256}
     if setting == WHOLE:
@@ -119,82 +119,83 @@ def engine_for(setting: str, loaded: LoadedModel, work: Work) -> Engine:
     return LLM(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False, **settings).engine
 
 
-def serve(setting: str, loaded: LoadedModel, work: Work) -> Times:
-    """One run: the streams talk, the prompt arrives, everybody is served to the end."""
-    engine, came = engine_for(setting, loaded, work), {}
-    begin(engine, work, came)
+def serve(setting: str, loaded: LoadedModel, work: StallWorkload) -> StallTimes:
+    """One run: the streams decode, the long prompt arrives, all requests finish."""
+    engine, token_times = engine_for(setting, loaded, work), {}
+    prefill_streams(engine, work, token_times)
     start = time.perf_counter()
-    while min(map(len, came.values())) <= CALM_STEPS:
-        step(engine, came)
-    before = gaps(times[-CALM_STEPS - 1 :] for times in came.values())
+    while min(map(len, token_times.values())) <= BASELINE_STEPS:
+        step(engine, token_times)
+    before = gaps(times[-BASELINE_STEPS - 1 :] for times in token_times.values())
     if engine.budget is not None:
-        engine.budget.target = AIM * median(before)
+        engine.budget.target = TARGET * median(before)
     arrived, largest = time.perf_counter(), 0
     engine.add_request("long", work.long, SamplingParams(temperature=0, max_tokens=1))
-    while "long" not in came:
-        step(engine, came)
+    while "long" not in token_times:
+        step(engine, token_times)
         largest = max(largest, engine.scheduler.max_num_batched_tokens)
-    (done,) = came.pop("long")
-    stalled = gaps(came.values(), after=arrived, until=done)
+    (done,) = token_times.pop("long")
+    stalled = gaps(token_times.values(), after=arrived, until=done)
     while engine.has_unfinished_requests():
-        step(engine, came)
+        step(engine, token_times)
     seconds = time.perf_counter() - start
-    after = gaps([moment for moment in times if moment >= done][: CALM_STEPS + 1] for times in came.values())
-    figures = (median(before + after), median(gaps(came.values())), percentile(stalled, 0.99), max(stalled), done - arrived)
-    return Times(*(round(1000 * figure, 1) for figure in figures), round(seconds, 3), largest)
+    after = gaps([moment for moment in times if moment >= done][: BASELINE_STEPS + 1] for times in token_times.values())
+    overall = gaps(token_times.values())
+    figures = (median(before + after), median(overall), percentile(stalled, 0.99), max(stalled), done - arrived)
+    return StallTimes(*(round(1000 * figure, 1) for figure in figures), round(seconds, 3), largest)
 
 
-def begin(engine: Engine, work: Work, came: dict[str, list[float]]) -> None:
-    """Read the streams' prompts in one step, whatever the setting: all of them begin to talk at the same time."""
+def prefill_streams(engine: Engine, work: StallWorkload, token_times: dict[str, list[float]]) -> None:
+    """Prefill all streams in one step, whatever the setting, so that they start to decode together."""
     params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True)
     for number, prompt in enumerate(work.streams):
         engine.add_request(f"s{number}", prompt, params)
     budget, tokens = engine.budget, engine.scheduler.max_num_batched_tokens
     engine.budget, engine.scheduler.max_num_batched_tokens = None, sum(map(len, work.streams))
-    step(engine, came)
+    step(engine, token_times)
     engine.budget, engine.scheduler.max_num_batched_tokens = budget, tokens
 
 
-def step(engine: Engine, came: dict[str, list[float]]) -> None:
-    """One step; notes when each request's token came."""
+def step(engine: Engine, token_times: dict[str, list[float]]) -> None:
+    """Run one engine step and record the time of each token."""
     outputs = engine.step()
     now = time.perf_counter()
     for output in outputs:
-        came.setdefault(output.request_id, []).append(now)
+        token_times.setdefault(output.request_id, []).append(now)
 
 
 def gaps(streams: Iterable[Sequence[float]], after: float = -inf, until: float = inf) -> list[float]:
-    """The times between two tokens of a stream, of all streams; those that end after, and until, some moments."""
+    """Times between two tokens of a stream, pooled; only gaps that end in (after, until]."""
     both = [pair for times in streams for pair in zip(times, times[1:], strict=False)]
     return [now - before for before, now in both if after < now <= until]
 
 
-def measure(loaded: LoadedModel, work: Work, budgets: Sequence[int], rounds: int) -> list[Result]:
-    """Every setting in turn, `rounds` times; the first run of all, a small one, is not counted."""
+def measure(loaded: LoadedModel, work: StallWorkload, budgets: Sequence[int], rounds: int) -> list[StallResult]:
+    """Run all settings in turn, `rounds` times, after one small warm-up run."""
     settings = [WHOLE, *map(str, budgets), AUTO]
-    serve(WHOLE, loaded, Work(work.streams[:2], work.long[:64], CALM_STEPS + 4))
-    runs: dict[str, list[Times]] = {setting: [] for setting in settings}
+    serve(WHOLE, loaded, StallWorkload(work.streams[:2], work.long[:64], BASELINE_STEPS + 4))
+    runs: dict[str, list[StallTimes]] = {setting: [] for setting in settings}
     for _ in range(rounds):
         for setting in settings:
             runs[setting].append(serve(setting, loaded, work))
     return [result_of(setting, times, runs[WHOLE]) for setting, times in runs.items()]
 
 
-def result_of(setting: str, runs: Sequence[Times], whole: Sequence[Times]) -> Result:
-    """A setting's rounds, beside those of whole prompts."""
-    gap = median(run.p99 / run.calm for run in runs)
+def result_of(setting: str, runs: Sequence[StallTimes], whole: Sequence[StallTimes]) -> StallResult:
+    """Summarize the rounds of one setting, relative to those of whole prompts."""
+    gap = median(run.p99 / run.baseline for run in runs)
     throughput = median(other.seconds / run.seconds for run, other in zip(runs, whole, strict=True))
-    return Result(setting, median_of(runs), round(gap, 3), round(throughput, 4))
+    return StallResult(setting, median_of(runs), round(gap, 3), round(throughput, 4))
 
 
-def median_of(runs: Sequence[Times]) -> Times:
-    """Each figure's median by itself."""
-    return Times(*(median(getattr(run, field.name) for run in runs) for field in fields(Times)))
+def median_of(runs: Sequence[StallTimes]) -> StallTimes:
+    """Median of each field separately."""
+    return StallTimes(*(median(getattr(run, field.name) for run in runs) for field in fields(StallTimes)))
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench chunking`."""
-    parser = subparsers.add_parser("chunking", help="gaps of running streams while a long prompt comes, by budget")
+    parser = subparsers.add_parser("chunking", help="gaps of decoding streams during the prefill of a long prompt, by budget")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=10)
     parser.add_argument("--stream-tokens", type=int, default=1024, help="prompt of each stream (1024)")
@@ -209,32 +210,32 @@ def run(args: argparse.Namespace) -> int:
     if min(args.streams, args.stream_tokens, args.prompt_tokens, args.rounds) < 1 or min(args.budgets) <= args.streams:
         raise ValueError("streams, their tokens, prompt-tokens and rounds must be at least 1, each budget above the streams.")
     loaded = load(args.model, "auto", "auto")
-    work = make_work(loaded.vocab_size, args.streams, args.stream_tokens, args.prompt_tokens, args.budgets)
+    work = make_workload(loaded.vocab_size, args.streams, args.stream_tokens, args.prompt_tokens, args.budgets)
     results = measure(loaded, work, args.budgets, args.rounds)
     print(json.dumps(report(results, work, args.rounds), indent=2) if args.json else table(results, work))
     return 0
 
 
-def report(results: Sequence[Result], work: Work, rounds: int) -> dict:
-    """Everything that a reader needs in order to judge the figures."""
+def report(results: Sequence[StallResult], work: StallWorkload, rounds: int) -> dict:
+    """The figures as JSON, with machine, versions and workload."""
     return {
-        **circumstances("chunking", torch, transformers, cores=torch.get_num_threads()),
+        **run_info("chunking", torch, transformers, cores=torch.get_num_threads()),
         "workload": {
             "streams": len(work.streams),
             "stream_prompt_tokens": len(work.streams[0]),
             "stream_output_tokens": work.output_tokens,
             "long_prompt_tokens": len(work.long),
-            "calm_steps": CALM_STEPS,
+            "baseline_steps": BASELINE_STEPS,
             "rounds": rounds,
         },
-        "goal": {"p99_gap_in_calm_medians": GOAL_GAP, "throughput_loss": GOAL_LOSS},
-        "auto_aims_at_calm_medians": AIM,
+        "goal": {"p99_gap_in_baseline_medians": GOAL_GAP, "throughput_loss": GOAL_LOSS},
+        "auto_target_in_baseline_medians": TARGET,
         "units": "milliseconds; seconds for the whole of the work; budget in tokens",
         "results": [
             {
                 "setting": result.setting,
                 **asdict(result.times),
-                "p99_in_calm_medians": result.gap,
+                "p99_in_baseline_medians": result.gap,
                 "p99_in_overall_medians": round(result.times.p99 / result.times.overall, 3),
                 "throughput_of_whole": result.throughput,
                 "meets_the_goal": result.meets_the_goal,
@@ -244,22 +245,22 @@ def report(results: Sequence[Result], work: Work, rounds: int) -> dict:
     }
 
 
-def table(results: Sequence[Result], work: Work) -> str:
-    """A line a setting, and whether any meets the goal."""
+def table(results: Sequence[StallResult], work: StallWorkload) -> str:
+    """One line per setting, and which settings meet the goal."""
     lines = [
-        f"{len(work.streams)} streams, {len(work.streams[0]):,} tokens asked and {work.output_tokens} told; "
+        f"{len(work.streams)} streams, {len(work.streams[0]):,} tokens of prompt and {work.output_tokens} of output each; "
         f"a prompt of {len(work.long):,} tokens arrives",
-        "setting     calm median gap   P99 while it is read      longest        its TTFT   throughput   goal",
+        "setting     baseline median    P99 during prefill      longest        its TTFT   throughput   goal",
     ]
     for result in results:
         times = result.times
         lines.append(
-            f"{result.setting:8} {times.calm:12.1f} ms {times.p99:12.1f} ms = {result.gap:5.2f} × {times.longest:10.1f} ms"
+            f"{result.setting:8} {times.baseline:12.1f} ms {times.p99:12.1f} ms = {result.gap:5.2f} × {times.longest:10.1f} ms"
             f" {times.ttft:12.0f} ms {result.throughput:10.1%}   {'met' if result.meets_the_goal else '-'}"
         )
     met = [result.setting for result in results if result.meets_the_goal]
     lines.append(
-        f"goal, P99 at most {GOAL_GAP:g} × the calm median, at {GOAL_LOSS:.0%} less throughput at most: "
+        f"goal, P99 at most {GOAL_GAP:g} × the baseline median, at {GOAL_LOSS:.0%} less throughput at most: "
         + (f"met by {', '.join(met)}" if met else "missed by all")
     )
     return "\n".join(lines)

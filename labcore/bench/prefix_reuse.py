@@ -1,12 +1,11 @@
-"""What prefix sharing costs and what it saves.
+"""Prefix sharing: its cost and its savings.
 
-    look-up      a prompt of 100,000 tokens that is cached whole: hash it, find 6,249 blocks, verify each
-    overhead     the share of the engine's time that the cache takes where it never finds anything
-    sharing      table entries that point at a block which is there already, for n samples and for n beams
+    look-up      a fully cached prompt of 100,000 tokens: hash it, find 6,249 blocks, verify each
+    overhead     share of the engine's time spent in the prefix cache when it never hits
+    sharing      share of block-table entries whose block is also listed by another entry, for n samples and n beams
 
-The paper's ranges (Kwon et al. 2023, section 6.3) are of Alpaca, short questions and short answers, and of ShareGPT,
-long ones. Ours are about as long, and texts of our own; answers go on to a given length, whatever the model would have
-said.
+The paper's ranges (Kwon et al. 2023, section 6.3) are for Alpaca (short prompts and outputs) and ShareGPT (long ones).
+The texts here are our own, of about the same lengths; output lengths are fixed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import transformers
 
 from labcore import LLM, BeamSearchParams, SamplingParams
-from labcore.bench.run_info import circumstances
+from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache
 from labcore.models import LoadedModel, load
@@ -43,7 +42,7 @@ INSTRUCTIONS = (
     "What is the difference between a lake and a pond?",
     "List five animals that sleep through the winter, and tell for each of them where it sleeps and for how long.",
 )
-"""Of 6 to 24 tokens, 16 on average; the mean of Alpaca's is 19, with answers of 58."""
+"""6 to 24 tokens, 16 on average; Alpaca has 19 on average, with outputs of 58."""
 
 STORY = (
     "My grandmother kept a small shop at the end of a long street. She sold bread in the morning, thread and buttons "
@@ -58,12 +57,12 @@ QUESTIONS = (
     "Who should tell the story, and why?",
     "Suggest an outline in ten chapters.",
 )
-"""Story and question have 157 tokens; the mean of ShareGPT's prompts is 161, with answers of 338."""
+"""Story and question have 157 tokens; ShareGPT has 161 on average, with outputs of 338."""
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """A kind of traffic: prompts, output tokens of each, and the range (per cent) that the paper has for each kind."""
+    """A workload: prompts, output tokens of each, and the paper's range (per cent) per kind of sharing."""
 
     name: str
     prompts: tuple[str, ...]
@@ -89,7 +88,7 @@ KINDS: dict[str, Callable[[int], Callable[[int], SamplingParams | BeamSearchPara
     "samples": lambda width: lambda n: SamplingParams(n=width, seed=0, max_tokens=n, ignore_eos=True),
     "beams": lambda width: lambda n: BeamSearchParams(beam_width=width, max_tokens=n, ignore_eos=True),
 }
-"""Width → output tokens → how to sample or search."""
+"""Width → output tokens → sampling or beam-search parameters."""
 
 
 def request_for(prompt: Sequence[int]) -> Request:
@@ -97,7 +96,7 @@ def request_for(prompt: Sequence[int]) -> Request:
 
 
 def look_up(rounds: int = 7) -> dict[str, float]:
-    """Milliseconds, best of the rounds. first: hash and look up; again: look up; publish: hash and enter."""
+    """Milliseconds, best of the rounds. first: hash and look up; again: look up; publish: hash and insert."""
     dice = random.Random(0)
     prompt = [dice.randrange(49_152) for _ in range(PROMPT_TOKENS)]
     times: dict[str, list[float]] = {"first": [], "again": [], "publish": []}
@@ -113,14 +112,14 @@ def look_up(rounds: int = 7) -> dict[str, float]:
 
 
 def seconds(call: Callable[[Request], object], request: Request) -> float:
-    """Processor seconds of this process, so that others on the machine don't count."""
+    """CPU seconds of this process; other processes are not counted."""
     start = time.process_time()
     call(request)
     return time.process_time() - start
 
 
 class TimedCache(HashedPrefixCache):
-    """Adds up the wall-clock seconds that the scheduler spends in it."""
+    """A prefix cache that sums the wall-clock seconds spent in its methods."""
 
     spent = 0.0
 
@@ -142,7 +141,7 @@ class TimedCache(HashedPrefixCache):
 
 
 def overhead(loaded: LoadedModel, num_requests: int = 32) -> dict[str, float]:
-    """Share of the engine's time that the cache takes with prompts that share nothing, timer included."""
+    """Share of the engine's time spent in the cache, with prompts without common prefixes, timer included."""
     work, cache = lognormal_workload(num_requests, loaded.vocab_size), TimedCache(BLOCK_SIZE)
     llm = LLM(loaded, block_size=BLOCK_SIZE, prefix_cache=cache)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.output_lens]
@@ -156,9 +155,9 @@ def overhead(loaded: LoadedModel, num_requests: int = 32) -> dict[str, float]:
 def saved_by_sharing(
     loaded: LoadedModel, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int], params: Callable[[int], object]
 ) -> float:
-    """Share of all table entries, over all steps, whose block is listed by another entry already.
+    """Share of table entries, over all steps, whose block is also listed by another entry.
 
-    params   from the output tokens of a request to how it is sampled or searched
+    params   output tokens of a request → its sampling or beam-search parameters
     """
     engine = LLM(loaded, num_blocks=1024, block_size=BLOCK_SIZE, prefix_cache=NoPrefixCache, max_num_seqs=64).engine
     for number, (prompt, n) in enumerate(zip(prompts, output_tokens, strict=True)):
@@ -173,7 +172,7 @@ def saved_by_sharing(
 
 
 def sharing(loaded: LoadedModel, benches: Sequence[Workbench]) -> list[dict]:
-    """One row for each kind of traffic and of sharing: per cent saved at each width, and the paper's range."""
+    """One row per workload and kind of sharing: per cent saved at each width, and the paper's range."""
     rows = []
     for bench in benches:
         prompts = [loaded.tokenizer(prompt)["input_ids"] for prompt in bench.prompts]
@@ -216,9 +215,9 @@ def rounded(figures: dict[str, float]) -> dict[str, float]:
 
 
 def report(found: dict[str, object]) -> dict:
-    """Everything that a reader needs in order to judge the figures."""
+    """The figures as JSON, with machine, versions and goals."""
     return {
-        **circumstances("prefix", torch, transformers, cores=torch.get_num_threads()),
+        **run_info("prefix", torch, transformers, cores=torch.get_num_threads()),
         "prompt_tokens": PROMPT_TOKENS,
         "block_size": BLOCK_SIZE,
         "goal": {"look_up_ms_below": GOAL_MS, "overhead_share_below": GOAL_SHARE},
@@ -228,7 +227,7 @@ def report(found: dict[str, object]) -> dict:
 
 
 def table(found: dict) -> str:
-    """The figures as text, each with its goal or with the paper's."""
+    """The figures as text, each with its goal or the paper's range."""
     lines = []
     if "look_up_ms" in found:
         ms = found["look_up_ms"]

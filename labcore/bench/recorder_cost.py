@@ -1,4 +1,4 @@
-"""What the flight recorder costs: its share of the engine's time, and the bytes that a step leaves behind."""
+"""Cost of the flight recorder: its share of the engine's time, and bytes on disk per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from labcore import LLM, SamplingParams
-from labcore.bench.run_info import circumstances
+from labcore.bench.run_info import run_info
 from labcore.models import LoadedModel, load
 from labcore.recorder import Recorder
 from labcore.workload.synthetic import lognormal_workload
@@ -21,7 +21,7 @@ GOAL_SHARE, GOAL_MB = 0.05, 50
 
 
 class TimedRecorder:
-    """Stands before a recorder and adds up the wall-clock seconds that its calls take."""
+    """Wraps a recorder and sums the wall-clock seconds of its calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -43,7 +43,7 @@ class TimedRecorder:
 
 
 def cost(loaded: LoadedModel, num_requests: int = 32) -> dict[str, float]:
-    """A workload served once: recorder's share of the time, timer included; and the file of 10,000 such steps, in MB."""
+    """Serve a workload once: the recorder's share of the time, timer included, and megabytes per 10,000 steps."""
     work = lognormal_workload(num_requests, loaded.vocab_size)
     llm = LLM(loaded, record=True)
     timed = llm.engine.recorder = TimedRecorder(llm.engine.recorder)
@@ -77,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     results = cost(load(args.model), args.requests)
     if args.json:
-        report = circumstances("recorder", torch, transformers, cores=torch.get_num_threads())
+        report = run_info("recorder", torch, transformers, cores=torch.get_num_threads())
         goal = {"share_below": GOAL_SHARE, "mb_per_10000_steps_below": GOAL_MB}
         print(json.dumps({**report, "results": results, "goal": goal}, indent=2))
         return 0

@@ -1,4 +1,4 @@
-"""What every figure is quoted with: which benchmark, on what machine, with which versions."""
+"""Run information reported with every figure: benchmark, machine, versions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import platform
 from types import ModuleType
 
 
-def circumstances(benchmark: str, *modules: ModuleType, cores: int | None = None) -> dict:
+def run_info(benchmark: str, *modules: ModuleType, cores: int | None = None) -> dict:
     """The head of a benchmark's JSON report.
 
-    modules   packages whose version bears on the figures, beside Python's
-    cores     threads that computed; None where there was one and no choice
+    modules   packages whose versions are reported, in addition to Python's
+    cores     number of compute threads; None if always one
     """
     machine = {"processor": platform.machine(), "system": platform.system()}
     if cores is not None:

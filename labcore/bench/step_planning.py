@@ -1,7 +1,7 @@
-"""What scheduling costs: time of planning one step, with a thousand requests running and up to 100,000 waiting.
+"""Scheduling cost: time to plan one step, with a thousand running requests and up to 100,000 waiting.
 
-All slots are taken and everybody decodes, as in a server under full load: a step hands a token to each of the running,
-and takes them in when it is done (`schedule` and `computed`). Whoever waits must cost nothing, however many they are.
+All slots are taken and all running requests decode, as in a server under full load: each step schedules one token per
+running request and then updates it (`schedule` and `computed`). Waiting requests must cost nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from labcore.bench.run_info import circumstances
+from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool
 from labcore.kvcache.prefix import NoPrefixCache
 from labcore.request import Request
@@ -30,8 +30,8 @@ POLICIES: dict[str, Policy] = {"fcfs": FirstComeFirstServed(), "priority": Prior
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Microseconds that planning a step costs for each running request: the quickest step."""
+class PlanningCost:
+    """Microseconds per step and running request: the fastest step."""
 
     policy: str
     num_waiting: int
@@ -40,22 +40,22 @@ class Cost:
 
 def measure(
     waiting: Sequence[int] = WAITING, rounds: int = 5, steps: int = 20, num_running: int = NUM_RUNNING
-) -> list[Cost]:
-    """Time `steps` steps a round, and keep the quickest.
+) -> list[PlanningCost]:
+    """Time `steps` steps per round and keep the fastest.
 
-    Sizes take turns, so that a machine that grows slower does so for all of them.
+    Sizes alternate, so that machine drift affects all of them.
     """
     room = rounds * steps + 1
-    loaded = {(name, n): full_house(POLICIES[name], num_running, n, room) for name in POLICIES for n in waiting}
+    loaded = {(name, n): saturated_scheduler(POLICIES[name], num_running, n, room) for name in POLICIES for n in waiting}
     best = dict.fromkeys(loaded, float("inf"))
     for _ in range(rounds):
         for key, scheduler in loaded.items():
-            best[key] = min(best[key], *(one_step(scheduler) / num_running for _ in range(steps)))
-    return [Cost(*key, seconds * 1e6) for key, seconds in best.items()]
+            best[key] = min(best[key], *(timed_step(scheduler) / num_running for _ in range(steps)))
+    return [PlanningCost(*key, seconds * 1e6) for key, seconds in best.items()]
 
 
-def full_house(policy: Policy, num_running: int, num_waiting: int, room: int) -> Scheduler:
-    """A scheduler whose slots are all taken by requests that decode, with blocks for `room` tokens more for each."""
+def saturated_scheduler(policy: Policy, num_running: int, num_waiting: int, room: int) -> Scheduler:
+    """A scheduler with all slots taken by decoding requests, and blocks for `room` more tokens each."""
     blocks_each = -(-(PROMPT_TOKENS + room + 1) // BLOCK_SIZE)
     scheduler = Scheduler(
         BlockPool(num_running * (blocks_each + 2), BLOCK_SIZE),
@@ -69,14 +69,14 @@ def full_house(policy: Policy, num_running: int, num_waiting: int, room: int) ->
     prompt, params = [0] * PROMPT_TOKENS, SamplingParams(max_tokens=room)
     for i in range(num_running + num_waiting):
         scheduler.add(Request(f"r{i}", prompt, params, arrival=i, max_tokens=room, seed=0))
-    one_step(scheduler)
+    timed_step(scheduler)
     if len(scheduler.running) != num_running or len(scheduler.waiting) != num_waiting:
-        raise RuntimeError(f"{len(scheduler.running)} run and {len(scheduler.waiting)} wait: the house is not full.")
+        raise RuntimeError(f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting: not saturated.")
     return scheduler
 
 
-def one_step(scheduler: Scheduler) -> float:
-    """Plan a step, take it in, and give everybody a token. Returns the seconds of the first two."""
+def timed_step(scheduler: Scheduler) -> float:
+    """Plan a step, update the requests, then append a token to each. Returns the seconds of planning and update."""
     start = time.perf_counter()
     scheduled = scheduler.schedule().num_scheduled_tokens
     for request in scheduler.running:
@@ -87,23 +87,23 @@ def one_step(scheduler: Scheduler) -> float:
     return seconds
 
 
-def growth(costs: Sequence[Cost]) -> float:
-    """How many times as much a running request costs with the longest queue as with the shortest, at most."""
+def growth(costs: Sequence[PlanningCost]) -> float:
+    """Largest ratio, over the policies, of the cost with the longest queue to that with the shortest."""
     by_policy = {name: [cost.microseconds for cost in costs if cost.policy == name] for name in POLICIES}
     return max(each[-1] / each[0] for each in by_policy.values())
 
 
-def table(costs: Sequence[Cost], num_running: int = NUM_RUNNING) -> str:
-    """The costs as text, a line for each policy and length of the queue."""
+def table(costs: Sequence[PlanningCost], num_running: int = NUM_RUNNING) -> str:
+    """The costs as text, one line per policy and queue length."""
     head = f"microseconds a step for each of {num_running:,} running requests\npolicy     waiting      µs"
     return "\n".join([head, *(f"{c.policy:8}  {c.num_waiting:>8,}  {c.microseconds:6.2f}" for c in costs)])
 
 
-def report(costs: Sequence[Cost]) -> dict:
-    """Everything that a reader needs in order to judge the figures."""
+def report(costs: Sequence[PlanningCost]) -> dict:
+    """The figures as JSON, with machine, versions and goals."""
     return {
-        **circumstances("scheduler"),
-        "unit": "microseconds a step and running request, schedule() and computed(), quickest of all steps",
+        **run_info("scheduler"),
+        "unit": "microseconds a step and running request, schedule() and computed(), fastest of all steps",
         "num_running": NUM_RUNNING,
         "goal": {"microseconds_at_most": GOAL_US, "growth_at_most": GOAL_RATIO},
         "growth": round(growth(costs), 2),

@@ -1,6 +1,6 @@
-"""Tokens per second: labcore's engine against what transformers does with the same model and the same requests.
+"""Throughput: tokens per second of labcore's engine and of transformers, with the same model and requests.
 
-Contenders run in turn, round after round, in one process, so that a machine that grows slower does so for all of them.
+Systems alternate, round after round, in one process, so that machine drift affects all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from labcore.bench.run_info import circumstances
+from labcore.bench.run_info import run_info
 from labcore.llm import LLM
 from labcore.models import resolve
 from labcore.sampling_params import SamplingParams
@@ -25,8 +25,8 @@ from labcore.workload.synthetic import Workload, lognormal_workload
 
 
 @dataclass
-class Result:
-    """One contender: seconds of every round, and useful output tokens per second in the median round."""
+class ThroughputResult:
+    """One system: seconds of each round, and requested output tokens per second in the median round."""
 
     name: str
     seconds: list[float]
@@ -34,13 +34,13 @@ class Result:
 
 
 def serve_labcore(llm: LLM, work: Workload) -> int:
-    """All requests through one engine; returns the number of tokens that came."""
+    """Serve all requests with one engine; return the number of output tokens."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.output_lens]
     return sum(len(output.outputs[0].token_ids) for output in llm.generate(work.prompts, params))
 
 
 def serve_static(model: torch.nn.Module, work: Workload, batch_size: int) -> int:
-    """Padded batches through `generate`, each as long as its longest output; only tokens that were asked for count."""
+    """Padded static batches, each run to its longest output; only requested tokens are counted."""
     for start in range(0, len(work.prompts), batch_size):
         prompts = work.prompts[start : start + batch_size]
         longest = max(map(len, prompts))
@@ -54,7 +54,7 @@ def serve_static(model: torch.nn.Module, work: Workload, batch_size: int) -> int
 
 
 def serve_continuous(model: torch.nn.Module, work: Workload) -> int:
-    """transformers' own continuous batching, every request with its own output length."""
+    """Continuous batching of transformers, each request with its own output length."""
     config = GenerationConfig(max_new_tokens=max(work.output_lens), do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(max_batch_tokens=2048, num_blocks=256, max_memory_percent=0.5)
     done = 0
@@ -72,8 +72,8 @@ def serve_continuous(model: torch.nn.Module, work: Workload) -> int:
     return done
 
 
-def contenders(folder: str, names: list[str], settings: dict) -> dict[str, Callable[[Workload], int]]:
-    """Name → function that serves a workload and returns the number of useful output tokens."""
+def systems(folder: str, names: list[str], settings: dict) -> dict[str, Callable[[Workload], int]]:
+    """Name → function that serves a workload and returns the number of requested output tokens."""
     table: dict[str, Callable[[Workload], int]] = {}
     if "labcore" in names:
         llm = LLM(folder, **settings)
@@ -88,8 +88,8 @@ def contenders(folder: str, names: list[str], settings: dict) -> dict[str, Calla
     return table
 
 
-def measure(table: dict[str, Callable[[Workload], int]], work: Workload, rounds: int) -> list[Result]:
-    """Serve the workload `rounds` times with each contender in turn, after a short warm-up of each."""
+def measure(table: dict[str, Callable[[Workload], int]], work: Workload, rounds: int) -> list[ThroughputResult]:
+    """Serve the workload `rounds` times with each system in turn, after a short warm-up."""
     warm_up = Workload(work.prompts[:2], [4, 4])
     for serve in table.values():
         serve(warm_up)
@@ -100,14 +100,14 @@ def measure(table: dict[str, Callable[[Workload], int]], work: Workload, rounds:
             tokens = serve(work)
             seconds[name].append(round(time.perf_counter() - start, 3))
             if tokens != work.num_output_tokens:
-                raise RuntimeError(f"{name} returned {tokens} tokens, {work.num_output_tokens} were asked for.")
-    return [Result(name, times, round(work.num_output_tokens / median(times), 1)) for name, times in seconds.items()]
+                raise RuntimeError(f"{name} returned {tokens} tokens instead of {work.num_output_tokens}.")
+    return [ThroughputResult(name, times, round(work.num_output_tokens / median(times), 1)) for name, times in seconds.items()]
 
 
-def report(results: list[Result], work: Workload) -> dict:
-    """Everything that a reader needs in order to judge the figures."""
+def report(results: list[ThroughputResult], work: Workload) -> dict:
+    """The figures as JSON, with machine, versions and workload."""
     return {
-        **circumstances("engine", torch, transformers, cores=torch.get_num_threads()),
+        **run_info("engine", torch, transformers, cores=torch.get_num_threads()),
         "workload": {
             "requests": len(work.prompts),
             "prompt_tokens": work.num_prompt_tokens,
@@ -131,7 +131,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = str(resolve(args.model))
-    table = contenders(folder, args.only or ["labcore", "static", "continuous"], {"max_num_seqs": args.max_num_seqs})
+    table = systems(folder, args.only or ["labcore", "static", "continuous"], {"max_num_seqs": args.max_num_seqs})
     vocab_size = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
     work = lognormal_workload(args.requests, vocab_size)
     results = measure(table, work, args.rounds)

@@ -27,7 +27,7 @@ BENCHMARKS: Table = {
     "scheduler": ("labcore.bench.step_planning", "time of planning a step, 1,000 requests running and up to 100,000 waiting"),
     "recorder": ("labcore.bench.recorder_cost", "flight recorder: share of the engine's time, size of a run's file"),
     "prefix": ("labcore.bench.prefix_reuse", "prefix cache: look-up time, overhead, memory saved by sharing"),
-    "chunking": ("labcore.bench.prefill_stalls", "gaps of running streams while a long prompt comes, by budget"),
+    "chunking": ("labcore.bench.prefill_stalls", "gaps of decoding streams during the prefill of a long prompt, by budget"),
 }
 COMMANDS: Table = {
     "generate": ("labcore.cli.generate", "continue or answer a prompt"),

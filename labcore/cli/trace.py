@@ -47,21 +47,21 @@ def run(arguments: argparse.Namespace) -> int:
 def tell(recording: Recording, arguments: argparse.Namespace) -> None:
     """What was asked for, on the screen or as a page."""
     if arguments.html is not None:
-        from labcore.viz.html_report import write_page
+        from labcore.viz.html_report import write_html_report
 
         title = arguments.title or Path(arguments.file).name
-        write_page(recording, arguments.html, title.encode("utf-8", "replace").decode())
+        write_html_report(recording, arguments.html, title.encode("utf-8", "replace").decode())
         told = {"html": arguments.html, "bytes": Path(arguments.html).stat().st_size}
         print(json.dumps(told) if arguments.json else f"{told['html']}: {told['bytes'] / 1e6:.1f} MB")
     elif arguments.json:
         state = recording.at(recording.steps[-1] if arguments.step is None else arguments.step).as_dict()
         print(json.dumps(summary(recording) | {"state": state}))
     else:
-        from labcore.viz.text_view import describe
+        from labcore.viz.text_view import text_view
 
         told = summary(recording)
         picture = arguments.picture or ("timeline" if arguments.step is None else "block_map")
-        described = describe(recording, arguments.step, picture)
+        described = text_view(recording, arguments.step, picture)
         pool = f"{recording.num_blocks} blocks of {recording.block_size}"
         print(f"{told['steps']} steps, {told['requests']} requests, {pool}")
         print(", ".join(f"{count} {kind}" for kind, count in told["events"].items()))

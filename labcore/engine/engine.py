@@ -35,7 +35,7 @@ from labcore.engine.validation import Gate
 from labcore.kvcache.blocks import BlockPool, OutOfBlocks
 from labcore.models import LoadedModel
 from labcore.outputs import RequestOutput
-from labcore.recorder import Recorder
+from labcore.recorder import NullRecorder, Recorder
 from labcore.request import Request, RequestStatus
 from labcore.sampling.beam_search import BeamSearch
 from labcore.sampling.detokenizer import Detokenizer
@@ -59,7 +59,7 @@ class Engine:
     loaded      model and tokenizer
     scheduler   plans steps, owns the queues and the block pool
     runner      computes them
-    recorder    keeps the flight record, or None
+    recorder    keeps the flight record; None: a NullRecorder, which keeps nothing
     budget      finds the token budget of each step from the seconds of those before, or None: it stays as it is
     clock       seconds, for metrics and the budget; which tokens come never depends on it
     """
@@ -78,7 +78,7 @@ class Engine:
         self.loaded = loaded
         self.scheduler = scheduler
         self.runner = runner
-        self.recorder = recorder
+        self.recorder = NullRecorder() if recorder is None else recorder
         self.budget = budget
         self.sampler = Sampler(loaded.eos_token_ids)
         self.gate = Gate(config, loaded, scheduler.pool)
@@ -520,6 +520,5 @@ class Engine:
         self._record("finished", request)
 
     def _record(self, event: str, *arguments: object) -> None:
-        """Tell the recorder, if there is one. It looks on: its failure stops nothing."""
-        if self.recorder is not None:
-            self._faults.attempt(lambda: getattr(self.recorder, event)(*arguments))
+        """Tell the recorder. Its failure stops nothing."""
+        self._faults.attempt(lambda: getattr(self.recorder, event)(*arguments))

@@ -1,1 +1,1 @@
-"""Writing files: whole or not at all, one process at a time, never over a reader's. Standard library only."""
+"""File output: atomic writes, folder locks, no overwriting of foreign files. Standard library only."""

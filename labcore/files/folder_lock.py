@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock that leaves no file behind and can't become stale."""
+"""Folder lock: one process at a time, without a lock file that could become stale."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ except ImportError:  # Windows
 def folder_lock(folder: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold an exclusive lock on `folder`, which must exist; `on_wait` is called if another process holds it.
 
-    The folder itself is locked, and the system drops the lock when its holder dies. Where there are no such locks
-    (Windows, some network disks), the block runs without one. Raises FileNotFoundError if the folder was deleted while
-    this process waited.
+    The folder itself is locked; the system releases the lock when the process dies. Without such locks (Windows, some
+    network disks) the block runs unlocked. Raises FileNotFoundError if the folder was deleted while waiting.
     """
     if fcntl is None:
         yield
@@ -33,7 +32,7 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] = lambda: None) -> I
             on_wait()
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            pass  # this disk has no locks
+            pass  # the file system has no locks
         if not (os.path.isdir(folder) and os.path.samestat(os.fstat(handle), os.stat(folder))):
             raise FileNotFoundError(errno.ENOENT, "deleted by another process; run the same again", str(folder))
         yield

@@ -1,4 +1,4 @@
-"""Files that labcore writes for a reader: whole or not at all, and never over a file that labcore did not write."""
+"""Output files: written atomically, and never over a file that labcore did not write."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-START = 4096  # characters of a file that are read to recognise it
+START = 4096  # characters read to recognise a file
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """A UTF-8 file to write in. `path` gets all of it at the end of the block; it stays as it was if the block raises.
+    """Write a UTF-8 file atomically: `path` is replaced at the end of the block, and unchanged if the block raises.
 
-    A process or machine that dies on the way leaves the old file or the new one, never half of one.
+    After a crash `path` has the old or the new contents, never a part.
     """
     temporary = path.with_name(f".labcore-{secrets.token_hex(8)}.new")
     try:
@@ -39,9 +39,9 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def output_file(path: str | Path, is_ours: Callable[[str], bool], kind: str) -> Iterator[TextIO]:
-    """`whole_file` at a place that a reader named. Raises ValueError as `refuse_foreign_file` does.
+    """`whole_file` for a path given by the user. Raises ValueError as `refuse_foreign_file` does.
 
-    A link is followed. What is no ordinary file (a terminal, a pipe, /dev/null) is written to as it is.
+    Links are followed. Special files (terminals, pipes, /dev/null) are written directly.
     """
     path = Path(os.path.realpath(path))
     refuse_foreign_file(path, is_ours, kind)
@@ -56,13 +56,13 @@ def output_file(path: str | Path, is_ours: Callable[[str], bool], kind: str) -> 
 def refuse_foreign_file(path: str | Path, is_ours: Callable[[str], bool], kind: str) -> None:
     """Raise ValueError if `path` is a file that labcore did not write.
 
-    is_ours   tells by the first characters of a file whether labcore wrote it; an empty file may be written over
-    kind      what labcore writes there, with its article, for the message
+    is_ours   first characters of a file → whether labcore wrote it; an empty file may be overwritten
+    kind      the kind of file that labcore writes, with article, for the error message
     """
     path = Path(path)
     if not path.is_file():
         return
-    with open(path, "r+", encoding="utf-8", errors="replace") as file:  # +: a file that is read-only stays as it is
+    with open(path, "r+", encoding="utf-8", errors="replace") as file:  # +: fails on a read-only file
         start = file.read(START)
     if start and not is_ours(start):
         raise ValueError(f"{path} is there and is not {kind}; it was not touched — name another file.")

@@ -1,18 +1,18 @@
-"""The flight recorder: what every step did to blocks, tables and queues, as plain data. It is behind every picture.
+"""The flight recorder: what each engine step did to blocks, block tables and queues, as plain data.
 
-The engine makes eight calls at fixed points of its life, and nothing else in it knows of the recorder:
+The engine calls it at eight points:
 
-    added(request)                      a request joined, or was forked from another
+    added(request)                      a request was added or forked
     begin_step(step)                    ┐
-    scheduled(plan, requests)           │ after planning, before `num_computed_tokens` moves
-    sampled(request, token_id)          │ one call a token
-    finished(request)                   │ ended or aborted; also legal between two steps
-    evicted()                           │ the prefix cache dropped blocks by itself; also legal between two steps
-    end_step(pool)                      ┘ or roll_back(pool), if the step broke off
+    scheduled(plan, requests)           │ after planning, before `num_computed_tokens` advances
+    sampled(request, token_id)          │ once per token
+    finished(request)                   │ finished or aborted; also allowed between steps
+    evicted()                           │ the prefix cache evicted blocks by itself; also allowed between steps
+    end_step(pool)                      ┘ or roll_back(pool), if the step failed
 
-The pool and the scheduler have no hooks, so that any learner's version can be recorded: who took, shared, copied or
-gave back a block is found by comparing each table with what it was a step ago (`labcore.recorder.table_diff`). That costs
-little, since tables grow at the end and two lists that begin with the same objects compare at a nanosecond an element.
+The pool and the scheduler have no hooks, so any implementation of them can be recorded. Allocations, shares, copies and
+frees are derived by comparing each block table with its state one step ago (`labcore.recorder.table_diff`); comparing
+lists with a common prefix takes about a nanosecond per element.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from labcore.recorder.recording import RareEvent, Recording, StepRecord
-from labcore.recorder.table_diff import BlockLedger, Tracked
+from labcore.recorder.recording import Recording
+from labcore.recorder.step_record import RawEvent, StepRecord
+from labcore.recorder.table_diff import TableDiff, TrackedRequest
 
 UNKNOWN_TOKEN = -1
 
@@ -34,11 +35,11 @@ class Recorder(Recording):
 
     num_blocks, block_size   of the pool
     num_host_blocks          of the swap space
-    max_model_len            what a contiguous cache would reserve for each request
-    policy                   "fcfs" or "priority": the order in which the waiting stand
-    decode                   token ids → text, for the pictures
-    hash_of                  block → what the prefix cache knows it by, or None; may be set later
-    clock                    seconds; only differences count
+    max_model_len            tokens that a contiguous cache would reserve per request
+    policy                   "fcfs" or "priority": order of the waiting queue
+    decode                   token ids → text
+    hash_of                  block → its prefix-cache hash, or None; may be set later
+    clock                    seconds; only differences are used
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class Recorder(Recording):
         self.hash_of = hash_of
         self._clock = clock
         self._origin = clock()
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._num_requests = 0
         self._in_step = False
-        self._worked: list[Tracked] = []
-        self._forked: set[int] = set()  # numbers of those that were forked since the work of this step was planned
-        self._ledger = BlockLedger(block_size, num_blocks)
+        self._scheduled: list[TrackedRequest] = []
+        self._forked: set[int] = set()  # request numbers, forked since this step was planned
+        self._table_diff = TableDiff(block_size, num_blocks)
 
     def added(self, request: Any) -> None:
-        """A request joined the queue. A fork brings tokens, and a table, that it already has."""
-        tracked = Tracked(self._num_requests, request)
+        """A request joined the waiting queue. A fork arrives with its tokens and block table."""
+        tracked = TrackedRequest(self._num_requests, request)
         self._num_requests += 1
         self._tracked[request.request_id] = tracked
         detail = {
@@ -83,32 +84,32 @@ class Recorder(Recording):
             "priority": request.priority,
             "max_tokens": getattr(request, "max_tokens", None),
         }
-        events = self._now()
+        events = self._current_events()
         events.append(("arrive", tracked.number, (), detail))
-        if events is self.pending.after:
+        if events is self.pending.updated:
             self._forked.add(tracked.number)
-        self._join(tracked, events)
+        self._record_fork(tracked, events)
 
     def begin_step(self, step: int | None = None) -> None:
-        """A step starts. Step numbers grow; the next free one is taken when `step` is None or has been used."""
-        if self._in_step:  # the step before broke off with an error
+        """Start a step. Step numbers ascend; `step` None, or one already used, means the next free number."""
+        if self._in_step:  # the previous step failed
             self.roll_back()
-        following = self._following_step()
+        following = self._next_step()
         self.pending = self.pending or StepRecord(following)
         self.pending.step = following if step is None else max(step, following)
         self.pending.start = self._clock() - self._origin
         self._in_step = True
 
     def scheduled(self, plan: Any, requests: Iterable[Any]) -> None:
-        """The scheduler has decided: `plan` is its `SchedulerOutput`, `requests` are those in it, in batch order."""
+        """Record the scheduler's decision: `plan` is a `SchedulerOutput`, `requests` its requests in batch order."""
         record = self.pending
         if plan.swaps_out:
-            self._swap_out(plan.swaps_out)
+            self._record_swap_out(plan.swaps_out)
         for request_id in plan.preempted:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.state == "running":
-                self._preempt(tracked, record.before)
-        changed, work, worked = [], [], []
+                self._record_preemption(tracked, record.planned)
+        changed, chunks, batch = [], [], []
         counts = plan.num_scheduled_tokens
         for request in requests:
             request_id = request.request_id
@@ -118,23 +119,23 @@ class Recorder(Recording):
                 tracked = self._tracked[request_id]
             found = 0
             if tracked.state != "running":
-                found = self._admit(tracked, plan.swaps_in, record.before)
+                found = self._record_admission(tracked, plan.swaps_in, record.planned)
             elif tracked.computed != request.num_computed_tokens:
-                self._correct(tracked, request.num_computed_tokens)
+                self._record_computed(tracked, request.num_computed_tokens)
             count = counts[request_id]
-            work.append(tracked.number)
-            work.append(count)
+            chunks.append(tracked.number)
+            chunks.append(count)
             tracked.computed += count
-            worked.append(tracked)
+            batch.append(tracked)
             blocks = request.table.blocks
             if blocks != tracked.table:
                 changed.append((tracked, list(blocks), found))
         if changed:
-            self._ledger.compare(changed, plan.block_copies, record.before)
-        record.work, self._worked = work, worked
+            self._table_diff.compare(changed, plan.block_copies, record.planned)
+        record.chunks, self._scheduled = chunks, batch
 
     def sampled(self, request: Any, token_id: int) -> None:
-        """A request gained a token. One that was forked in this very step arrived with it already."""
+        """A request gained a token. A request forked in this step arrived with it, so it is not counted again."""
         if request.request_id not in self._tracked:
             self.added(request)
         number = self._tracked[request.request_id].number
@@ -143,29 +144,29 @@ class Recorder(Recording):
             self.pending.tokens.append(token_id)
 
     def finished(self, request: Any) -> None:
-        """A request ended, for the reason in `request.finish_reason`; its blocks are free, or free in a moment."""
+        """A request ended for `request.finish_reason`. Its blocks are recorded as free, even if the pool frees them later."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        events = self._now()
-        self._ledger.note_hashes(tracked, self.hash_of, events)
+        events = self._current_events()
+        self._table_diff.record_hashes(tracked, self.hash_of, events)
         if request.finish_reason == "error":
-            self._ledger.note_forgotten(tracked.table, self.hash_of, events)
-        self._ledger.release(tracked, events)
+            self._table_diff.record_evictions(tracked.table, self.hash_of, events)
+        self._table_diff.release(tracked, events)
         events.append(("finish", tracked.number, (), {"reason": request.finish_reason}))
 
     def evicted(self) -> None:
         """The prefix cache may find fewer blocks than before, though none was handed out again."""
-        self._ledger.note_forgotten(sorted(self._ledger.hashed), self.hash_of, self._now())
+        self._table_diff.record_evictions(sorted(self._table_diff.hashed), self.hash_of, self._current_events())
 
     def roll_back(self, pool: Any = None) -> None:
         """The step broke off, in any phase, and is over: a request that ran and waits now has lost its blocks."""
-        events = self._now()
-        for tracked in self._worked:
-            self._ledger.note_hashes(tracked, self.hash_of, events)
+        events = self._current_events()
+        for tracked in self._scheduled:
+            self._table_diff.record_hashes(tracked, self.hash_of, events)
         for tracked in self._tracked.values():
             if tracked.state == "running" and _status(tracked.request) == "WAITING":
-                self._preempt(tracked, events)
+                self._record_preemption(tracked, events)
         self.evicted()
         self.end_step(pool)
 
@@ -176,25 +177,25 @@ class Recorder(Recording):
         record = self.pending
         for tracked in self._tracked.values():
             if tracked.state == "waiting":
-                self._join(tracked, record.after)
+                self._record_fork(tracked, record.updated)
         if self.hash_of is not None:
-            for tracked in self._worked:
+            for tracked in self._scheduled:
                 if tracked.state == "running":
-                    self._ledger.note_hashes(tracked, self.hash_of, record.after)
-        self._ledger.resize(getattr(pool, "num_blocks", self._ledger.capacity), record.after)
-        self._worked = []
+                    self._table_diff.record_hashes(tracked, self.hash_of, record.updated)
+        self._table_diff.resize(getattr(pool, "num_blocks", self._table_diff.capacity), record.updated)
+        self._scheduled = []
         self._forked.clear()
         record.pool_free = getattr(pool, "num_free", None)
         record.duration = self._clock() - self._origin - record.start
-        record.work, record.tokens = array("i", record.work), array("i", record.tokens)
+        record.chunks, record.tokens = array("i", record.chunks), array("i", record.tokens)
         self.records.append(record)
         self.pending = None
         self._in_step = False
 
     def observe(self, tables: Mapping[str, Any], pool: Any = None) -> None:
-        """Record one step from block tables alone (name → `BlockTable`), with no engine: for pools driven by hand.
+        """Record one step from block tables alone (name → `BlockTable`), without an engine.
 
-        A name that is new joins, one that is missing has ended. Tokens count, their ids are not known.
+        A new name is a new request; a missing one has finished. Tokens are counted, their ids unknown.
         """
         self.begin_step()
         for name in [name for name in self._tracked if name not in tables]:
@@ -223,24 +224,26 @@ class Recorder(Recording):
         self.scheduled(plan, [request for request, _ in requests])
         self.end_step(pool)
 
-    def _now(self) -> list[RareEvent]:
-        """Where events of this moment go: a record's `before` until work is planned, its `after` from then on."""
+    def _current_events(self) -> list[RawEvent]:
+        """The list for events of this moment: `planned` before chunks are scheduled, `updated` after."""
         if self.pending is None:
-            self.pending = StepRecord(self._following_step(), self._clock() - self._origin)
-        return self.pending.after if self.pending.work else self.pending.before
+            self.pending = StepRecord(self._next_step(), self._clock() - self._origin)
+        return self.pending.updated if self.pending.chunks else self.pending.planned
 
-    def _following_step(self) -> int:
+    def _next_step(self) -> int:
         return self.records[-1].step + 1 if self.records else 1
 
-    def _join(self, tracked: Tracked, events: list[RareEvent]) -> None:
-        """A waiting request that holds blocks was forked from another: it runs, though no plan has named it yet."""
+    def _record_fork(self, tracked: TrackedRequest, events: list[RawEvent]) -> None:
+        """A waiting request that holds blocks is a fork: it is running, although no plan has listed it yet."""
         table = getattr(tracked.request, "table", None)
         if table is not None and table.blocks:
-            self._admit(tracked, (), events)
-            self._ledger.compare([(tracked, list(table.blocks), tracked.computed)], (), events)
+            self._record_admission(tracked, (), events)
+            self._table_diff.compare([(tracked, list(table.blocks), tracked.computed)], (), events)
 
-    def _admit(self, tracked: Tracked, swaps_in: Sequence[tuple[int, int]], events: list[RareEvent]) -> int:
-        """Returns the number of tokens whose KV a prefix hit brought along, or a fork."""
+    def _record_admission(
+        self, tracked: TrackedRequest, swaps_in: Sequence[tuple[int, int]], events: list[RawEvent]
+    ) -> int:
+        """Return the number of tokens whose KV came from a prefix hit or a fork."""
         request = tracked.request
         found = request.num_computed_tokens
         kind, cached = "resume", found
@@ -258,24 +261,24 @@ class Recorder(Recording):
         tracked.state, tracked.computed = "running", found
         return 0 if was_swapped else found
 
-    def _correct(self, tracked: Tracked, computed: int) -> None:
-        self.pending.before.append(("computed", tracked.number, (), {"computed": computed}))
+    def _record_computed(self, tracked: TrackedRequest, computed: int) -> None:
+        self.pending.planned.append(("computed", tracked.number, (), {"computed": computed}))
         tracked.computed = computed
         tracked.num_hashed = min(tracked.num_hashed, computed // self.block_size)
 
-    def _preempt(self, tracked: Tracked, events: list[RareEvent]) -> None:
-        self._ledger.release(tracked, events)
+    def _record_preemption(self, tracked: TrackedRequest, events: list[RawEvent]) -> None:
+        self._table_diff.release(tracked, events)
         events.append(("preempt", tracked.number, (), None))
         tracked.state, tracked.computed, tracked.num_hashed = "preempted", 0, 0
 
-    def _swap_out(self, swaps: Sequence[tuple[int, int]]) -> None:
-        """Swaps name blocks, not requests: a swapped request is one whose status says so since the last step."""
+    def _record_swap_out(self, swaps: Sequence[tuple[int, int]]) -> None:
+        """Swaps list blocks, not requests: a swapped request is found by its status."""
         host = dict(swaps)
         for tracked in self._tracked.values():
             if tracked.state == "running" and _status(tracked.request) == "SWAPPED":
                 blocks = tuple(tracked.table)
-                events = self.pending.before
-                self._ledger.release(tracked, events)
+                events = self.pending.planned
+                self._table_diff.release(tracked, events)
                 tracked.host = [host[block] for block in blocks if block in host]
                 events.append(("swap_out", tracked.number, blocks, {"host": tracked.host}))
                 tracked.state, tracked.num_hashed = "swapped", 0

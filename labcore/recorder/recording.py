@@ -1,8 +1,7 @@
-"""A flight record: one `StepRecord` a step, and the questions one can ask of it.
+"""A flight record: one `StepRecord` per step, and the queries over it.
 
-What happens to every request in every step (a chunk of work, a token) is packed into flat lists of numbers; what is
-rare (a block changes hands, a request joins or leaves) is one tuple each. `events()` unpacks both into plain events,
-`at()` replays them into a snapshot, `spans()` turns them into a timeline. No torch, no pictures here.
+`events()` unpacks the records into plain events, `at()` replays them into a snapshot, `spans()` turns them into a
+timeline. Used in every notebook.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labcore.recorder.snapshot import Replay, Snapshot, pairs
+from labcore.recorder import jsonl
+from labcore.recorder.snapshot import Replay, Snapshot
+from labcore.recorder.step_record import RawEvent, StepRecord, pairs
 
 SPAN_STATES = ("waiting", "prefill", "decode", "preempted", "swapped", "idle")
 
 
 @dataclass(frozen=True)
 class Span:
-    """One request in one state from `start` up to, not including, `stop`; steps, or seconds if all spans use them.
+    """One request in one state during [start, stop), in steps, or in seconds if all spans use them.
 
-    state is one of SPAN_STATES. Raises ValueError for another one, or if the span ends before it starts.
+    Raises ValueError if `state` is not in SPAN_STATES or `stop` precedes `start`.
     """
 
     request_id: str
@@ -37,42 +38,13 @@ class Span:
             raise ValueError(f"stop is {self.stop}; it must be at least start, {self.start}.")
 
 
-EVENT_KINDS = (
-    "arrive", "admit", "cache_hit", "allocate", "share", "copy_on_write", "free", "cached", "evict",
-    "preempt", "swap_out", "swap_in", "resume", "computed", "chunk", "token", "finish", "resize",
-)  # fmt: skip
-
-RareEvent = tuple[str, int | None, Sequence[int], dict[str, Any] | None]
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What one step changed, in the order in which it happened: before, work, tokens, after.
-
-    start, duration   seconds; start counts from the moment the recorder was made
-    before, after     rare events (kind, request number, blocks, detail), from planning and from the update
-    work              request number, tokens computed, … in batch order; a list while it grows, then an array of 32 bits
-    tokens            request number, sampled token id, … likewise
-    pool_free         free blocks by the pool's own count, None if it doesn't say
-    """
-
-    step: int
-    start: float = 0.0
-    duration: float = 0.0
-    before: list[RareEvent] = field(default_factory=list)
-    work: Sequence[int] = field(default_factory=list)
-    tokens: Sequence[int] = field(default_factory=list)
-    after: list[RareEvent] = field(default_factory=list)
-    pool_free: int | None = None
-
-
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened: kind is one of EVENT_KINDS, time in seconds (the start of its step).
+    """One event: `kind` is in EVENT_KINDS, `time` is the start of its step in seconds.
 
-    request   request id, or None for an event of the pool alone
-    blocks    physical blocks; copy_on_write names (source, copy)
-    detail    numbers that only this kind has: tokens, token, reason, …
+    request   request id, or None for an event of the pool
+    blocks    physical blocks; copy_on_write has (source, copy)
+    detail    fields of this kind of event: tokens, token, reason, …
     """
 
     step: int
@@ -84,9 +56,9 @@ class Event:
 
 
 class Recording:
-    """A flight record that can be read. `Recorder` writes one; `Recording.load` gets one back from a file.
+    """A flight record to be queried. `Recorder` writes one; `Recording.load` reads one from a file.
 
-    decode   token ids → text, for the pictures; None shows ids. A loaded record decodes with the pieces in its file.
+    decode   token ids → text; None shows ids. A loaded record decodes with the token texts in its file.
     """
 
     def __init__(
@@ -106,24 +78,24 @@ class Recording:
         self.policy = policy
         self.decode = decode
         self.records: list[StepRecord] = []
-        self.pending: StepRecord | None = None  # events since the last step that is over; part of the next one
-        self._cursor = (0, self._replay())  # records applied so far, and the picture they gave
-        self._seen: Snapshot | None = None
+        self.pending: StepRecord | None = None  # events since the last completed step
+        self._cursor = (0, self._replay())  # records applied so far, and the resulting state
+        self._last: Snapshot | None = None
 
     @property
     def steps(self) -> list[int]:
-        """Numbers of the recorded steps, ascending; `at` takes each of them."""
+        """Numbers of the recorded steps, ascending; each is valid for `at`."""
         return [record.step for record in self.records]
 
     def at(self, step: int | None = None) -> Snapshot:
-        """The state after `step`; if None, after everything known so far. Walking forwards costs only the new steps.
+        """The state after `step`, or the latest state if None. Going forward replays only the new steps.
 
-        Raises ValueError for a step that was not recorded.
+        Raises ValueError if `step` was not recorded.
         """
         if step is None:
             return self._latest()
-        if self._seen is not None and self._seen.step == step:
-            return self._seen
+        if self._last is not None and self._last.step == step:
+            return self._last
         stop = bisect_right(self.records, step, key=lambda record: record.step)
         if stop == 0 or self.records[stop - 1].step != step:
             known = f"{self.records[0].step} … {self.records[-1].step}" if self.records else "none yet"
@@ -134,25 +106,25 @@ class Recording:
         for record in self.records[done:stop]:
             replay.apply(record)
         self._cursor = (stop, replay)
-        self._seen = replay.snapshot()
-        return self._seen
+        self._last = replay.snapshot()
+        return self._last
 
     def request_ids(self) -> list[str]:
-        """Every request of the run in order of arrival; the place is the request's number. An id may come twice."""
+        """Request ids in order of arrival, indexed by request number. An id may occur twice."""
         return [
             detail["name"]
             for record in self._all_records()
-            for kind, _, _, detail in (*record.before, *record.after)
+            for kind, _, _, detail in (*record.planned, *record.updated)
             if kind == "arrive"
         ]
 
     def snapshots(self, steps: Iterable[int] | None = None) -> Iterator[Snapshot]:
-        """A snapshot after each of `steps` (ascending; all when None), in one pass."""
+        """A snapshot after each of `steps` (ascending; None means all), in one pass."""
         for step in self.steps if steps is None else steps:
             yield self.at(step)
 
     def events(self, step: int | None = None) -> Iterator[Event]:
-        """Every event in order, or those of one step."""
+        """All events in order, or those of one step."""
         names: dict[int, str] = {}
         for record in self._all_records():
             wanted = step is None or record.step == step
@@ -161,14 +133,14 @@ class Recording:
                     yield event
 
     def spans(self) -> list[Span]:
-        """The run as spans over steps, by request in order of arrival: waiting, prefill, decode, preempted, swapped."""
+        """The run as spans over steps, grouped by request in order of arrival."""
         names: dict[int, str] = {}
-        idle: dict[int, str] = {}  # what an unfinished request does in a step in which it computes nothing
+        idle: dict[int, str] = {}  # state of an unfinished request in a step without a chunk for it
         caught_up: dict[int, bool] = {}
         runs: dict[int, list[list[Any]]] = {}
         for record in self.records:
-            self._follow(record.before, names, idle, caught_up, runs)
-            working = {number for number, _ in pairs(record.work)}
+            self._apply_states(record.planned, names, idle, caught_up, runs)
+            working = {number for number, _ in pairs(record.chunks)}
             for number, otherwise in idle.items():
                 what = otherwise if number not in working else "decode" if caught_up[number] else "prefill"
                 run = runs[number]
@@ -178,11 +150,11 @@ class Recording:
                     run.append([record.step, record.step + 1, what])
             for number, _ in pairs(record.tokens):
                 caught_up[number] = True
-            self._follow(record.after, names, idle, caught_up, runs)
+            self._apply_states(record.updated, names, idle, caught_up, runs)
         return [Span(names[number], *piece) for number, run in runs.items() for piece in run]
 
     def token_times(self) -> dict[str, list[float]]:
-        """When each request gained its tokens: seconds at the end of the step, request id → ascending. No token, no entry."""
+        """Request id → times of its tokens, ascending: seconds at the end of the step. Requests without tokens are absent."""
         names = self.request_ids()
         times: dict[str, list[float]] = {}
         for record in self.records:
@@ -191,28 +163,28 @@ class Recording:
         return times
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text; as ids in brackets when the record has no decoder. Unknown tokens (below 0) are left out."""
+        """Tokens as text, or as ids in brackets without a decoder. Unknown tokens (below 0) are skipped."""
         known = [token for token in token_ids if token >= 0]
         if self.decode is None:
             return " ".join(f"[{token}]" for token in known)
         return self.decode(known)
 
     def save(self, path: str | Path) -> None:
-        """Write the record as JSON lines; see `labcore.recorder.jsonl`."""
-        from labcore.recorder.jsonl import save
-
-        save(self, path)
+        """Write the record as JSON lines (`labcore.recorder.jsonl`), events since the last step included."""
+        header = {name: getattr(self, name) for name in jsonl.HEADER_FIELDS}
+        jsonl.save(path, header, self.records, self.pending, self.decode)
 
     @staticmethod
     def load(path: str | Path) -> Recording:
-        """Read a record back. Raises ValueError, in one line, for a file that is foreign, truncated or too new."""
-        from labcore.recorder.jsonl import load
-
-        return load(path)
+        """Read a record. Raises ValueError, in one line, for a foreign file, a truncated one or another version."""
+        header, records, pending, decode = jsonl.load(path)
+        recording = Recording(**header, decode=decode)
+        recording.records, recording.pending = records, pending
+        return recording
 
     @staticmethod
-    def _follow(
-        events: list[RareEvent],
+    def _apply_states(
+        events: list[RawEvent],
         names: dict[int, str],
         idle: dict[int, str],
         caught_up: dict[int, bool],
@@ -247,16 +219,16 @@ class Recording:
 
     @staticmethod
     def _unpack(record: StepRecord, names: dict[int, str]) -> Iterator[Event]:
-        def rare(events: list[RareEvent]) -> Iterator[Event]:
+        def rare(events: list[RawEvent]) -> Iterator[Event]:
             for kind, number, blocks, detail in events:
                 if kind == "arrive":
                     names[number] = detail["name"]
                 name = None if number is None else names[number]
                 yield Event(record.step, record.start, kind, name, tuple(blocks), dict(detail or {}))
 
-        yield from rare(record.before)
-        for number, count in pairs(record.work):
+        yield from rare(record.planned)
+        for number, count in pairs(record.chunks):
             yield Event(record.step, record.start, "chunk", names[number], (), {"tokens": count})
         for number, token in pairs(record.tokens):
             yield Event(record.step, record.start, "token", names[number], (), {"token": token})
-        yield from rare(record.after)
+        yield from rare(record.updated)

@@ -1,7 +1,7 @@
-"""Snapshots: what the pool, the tables and the queues held after one step, rebuilt by replaying a flight record.
+"""Snapshots: the state of pool, block tables and queues after one step, rebuilt by replaying a flight record.
 
-The record holds only what changed. `Replay` walks it forwards and keeps one mutable picture; `Replay.snapshot()` copies
-that picture out as plain data. Nobody but the replay knows what an event does to the state.
+A record holds only changes. `Replay` applies them to mutable state; `Replay.snapshot()` copies that state out as plain
+data. The effect of each kind of event is defined here only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from labcore.recorder.step_record import StepRecord, pairs
+
 ABSENT: dict[str, Any] = {}
 
 
@@ -17,10 +19,10 @@ class BlockState(NamedTuple):
     """One physical block after a step.
 
     owners    (request id, logical index) of each table that lists it, oldest request first
-    tokens    ids whose KV it holds, in order; a cached block keeps them after its last owner has left
-    hash      what the prefix cache knows it by, hexadecimal, or None
-    since     step at which it last changed hands
-    state     "free", "cached" (free, but a prefix hit can take it back), "owned" or "shared"
+    tokens    ids whose KV it holds, in order; a cached block keeps them when its refcount reaches 0
+    hash      prefix-cache hash, hexadecimal, or None
+    since     step of its last change of owners
+    state     "free", "cached" (free, but available to a prefix hit), "owned" or "shared"
     """
 
     block: int
@@ -41,7 +43,7 @@ class BlockState(NamedTuple):
 
 
 class RequestState(NamedTuple):
-    """One unfinished request after a step. `number` counts requests in their order of arrival, from 0."""
+    """One unfinished request after a step. `number` is its position in order of arrival, from 0."""
 
     request_id: str
     number: int
@@ -59,13 +61,13 @@ class RequestState(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything the record knows about the moment after one step.
+    """The recorded state after one step.
 
-    time        seconds since the recorder was made, at the end of the step
+    time        end of the step, seconds since the recorder was created
     blocks      [num_blocks], by block id
     requests    unfinished requests by id, in order of arrival
-    scheduled   tokens that each request computed in this step, in batch order
-    pool_free   free blocks by the pool's own count; None if it doesn't say
+    scheduled   tokens computed for each request in this step, in batch order
+    pool_free   free blocks as counted by the pool; None if not reported
     """
 
     step: int
@@ -84,7 +86,7 @@ class Snapshot:
 
     @property
     def queues(self) -> dict[str, list[str]]:
-        """Request ids "waiting", "running" and "swapped"; those who wait stand in the order of the policy."""
+        """Request ids in "waiting" (in order of the policy), "running" and "swapped"."""
         queues: dict[str, list[str]] = {"waiting": [], "running": [], "swapped": []}
         for name, request in self.requests.items():
             queues["waiting" if request.state == "preempted" else request.state].append(name)
@@ -110,15 +112,15 @@ class Snapshot:
         }
 
     @property
-    def unaccounted(self) -> int:
-        """Blocks that the pool calls taken and no table lists: leaked, or held by others. 0 if it doesn't say."""
+    def leaked(self) -> int:
+        """Allocated blocks that no table lists; negative if listed blocks are free. 0 if the pool does not report."""
         idle = self.count("free") + self.count("cached")
         return 0 if self.pool_free is None else idle - self.pool_free
 
 
 @dataclass
 class LiveRequest:
-    """The replay's own picture of one unfinished request."""
+    """Mutable state of one unfinished request."""
 
     name: str
     number: int
@@ -135,7 +137,7 @@ class LiveRequest:
 
 
 class Replay:
-    """Applies step records one after the other. `owners[block]` are the numbers of the requests that list it."""
+    """Applies step records in order. `owners[block]` lists the numbers of the requests whose tables contain it."""
 
     def __init__(self, num_blocks: int, block_size: int, policy: str = "fcfs") -> None:
         self.block_size = block_size
@@ -148,27 +150,27 @@ class Replay:
         self.contents: list[tuple[int, ...]] = []
         self.hashes: list[str | None] = []
         self.since: list[int] = []
-        self.work: list[int] = []
+        self.chunks: list[int] = []
         self.pool_free: int | None = None
         self._resize(num_blocks)
 
-    def apply(self, record: Any) -> None:
+    def apply(self, record: StepRecord) -> None:
         """Advance by one `StepRecord`."""
         self.step = record.step
-        for event in record.before:
+        for event in record.planned:
             self._apply(*event)
-        self.work = record.work
-        for number, count in pairs(record.work):
+        self.chunks = record.chunks
+        for number, count in pairs(record.chunks):
             self.live[number].computed += count
         for number, token in pairs(record.tokens):
             self.live[number].tokens.append(token)
-        for event in record.after:
+        for event in record.updated:
             self._apply(*event)
         self.pool_free = record.pool_free
         self.time = record.start + record.duration
 
     def snapshot(self) -> Snapshot:
-        """The present picture, copied: later steps don't change it."""
+        """An immutable copy of the current state."""
         size = self.block_size
         places: list[list[tuple[str, int]]] = [[] for _ in self.owners]
         contents = list(self.contents)
@@ -189,7 +191,7 @@ class Replay:
             )
             for r in self.live.values()
         }  # fmt: skip
-        scheduled = {self.names[number]: count for number, count in pairs(self.work)}
+        scheduled = {self.names[number]: count for number, count in pairs(self.chunks)}
         return Snapshot(self.step, self.time, size, blocks, requests, scheduled, self.pool_free, self.policy)
 
     def _apply(self, kind: str, number: int | None, blocks: Sequence[int], detail: dict[str, Any] | None) -> None:
@@ -250,7 +252,7 @@ class Replay:
             self.since[block] = self.step
 
     def _release(self, request: LiveRequest, index: int, blocks: Sequence[int]) -> None:
-        """Take the request off the blocks, which start at logical `index`; a cached block keeps its tokens."""
+        """Remove the request from the owners of `blocks`, which start at logical `index`; cached blocks keep their tokens."""
         size = self.block_size
         for logical, block in enumerate(blocks, index):
             owners = self.owners[block]
@@ -269,8 +271,3 @@ class Replay:
             self.contents += [()] * more
             self.hashes += [None] * more
             self.since += [self.step] * more
-
-
-def pairs(flat: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """[a, 1, b, 2] → (a, 1), (b, 2): how step records pack the many small facts of a step."""
-    return zip(flat[::2], flat[1::2], strict=True)

@@ -1,4 +1,4 @@
-"""Block map: the whole pool as a grid of cells, who owns each block, how full it is, and what is free."""
+"""Block map: the block pool as a grid of cells, with owners and fill of each block."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from labcore.recorder import Recording, Snapshot
-from labcore.viz import cells as grid
-from labcore.viz.figure import BUDGET, NOTHING, Facts, Picture, axis, chosen, columns, fit, heading, nothing_recorded, picture
+from labcore.viz.cells import Cells, Grid, block_amount, block_colour, block_hover, block_label, block_line, changes, legend
+from labcore.viz.figure import BUDGET, NOTHING, Figure, TextView, axis, chosen, columns, figure, fit, heading, nothing_recorded
 from labcore.viz.style import FAINT
 
 MAX_LINES = 40
 MANY_BLOCKS = 160
-"""Beyond, frames name a block's owners when hovered over, and cached blocks go undotted; a single step shows all."""
+"""Above this, frames show owners only on hover and do not dot cached blocks; a single step shows everything."""
 AXES = {"xaxis": "x", "yaxis": "y"}
 
 
@@ -22,92 +22,92 @@ def block_map(
     *,
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
-) -> Picture:
-    """The pool after each step: a cell a block, coloured and lettered by owner, hatched if shared, filled as it fills.
+) -> Figure:
+    """The pool after each step, one cell per block: colour and letter of its owner, hatched if shared, filled to its tokens.
 
-    step    the one shown at first; the last one when None
-    steps   those that the slider offers; all of them when None
-    budget  bytes of notebook that the frames may take; more steps are sampled
+    step    shown first; None means the last
+    steps   offered by the slider; None means all
+    budget  bytes of a notebook for the frames; steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
     step, steps = chosen(recording, step, steps, budget)
     capacity = max(recording.num_blocks, len(recording.at(step).blocks))
-    place = grid.Grid(capacity, recording.block_size)
+    grid = Grid(capacity, recording.block_size)
     everywhere = range(capacity)
-    cells = grid.Cells(
-        [place.x(i) for i in everywhere], [place.base(i) for i in everywhere], recording.block_size, AXES
+    cells = Cells(
+        [grid.x(i) for i in everywhere], [grid.base(i) for i in everywhere], recording.block_size, AXES
     )
     thin = capacity > MANY_BLOCKS and len(steps) > 1
 
     def frame(step: int) -> dict[str, Any]:
         snapshot = recording.at(step)
-        layers = grid.changes(_layers(recording, snapshot, cells, thin))
+        layers = changes(_layers(recording, snapshot, cells, thin))
         return {
             "name": str(step), "traces": [0, 1, 2, 3], "data": layers,
             "layout": {"title": {"text": headline(snapshot)}},
         }  # fmt: skip
 
-    entries = grid.legend(recording.request_ids())
+    entries = legend(recording.request_ids())
     snapshot = recording.at(step)
     traces = [
         *_layers(recording, snapshot, cells, thin),
-        *([_block_ids(place)] if capacity <= MANY_BLOCKS else []),
+        *([_block_ids(grid)] if capacity <= MANY_BLOCKS else []),
         *entries,
     ]
-    layout = _layout(place, headline(snapshot), len(entries))
-    return picture(traces, layout, block_map_facts(recording, step), fit(frame, steps, step, budget), step)
+    layout = _layout(grid, headline(snapshot), len(entries))
+    return figure(traces, layout, block_map_text(recording, step), fit(frame, steps, step, budget), step)
 
 
 def headline(snapshot: Snapshot) -> str:
-    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`, and how many the pool misses."""
+    """`step 12   24 blocks: 15 owned, 3 shared, 2 cached, 4 free`, and the number of leaked blocks."""
     counts = {state: snapshot.count(state) for state in ("owned", "shared", "cached", "free")}
-    lost = snapshot.unaccounted
+    lost = snapshot.leaked
     counts["free"] -= max(0, lost)
     said = ", ".join(f"{count} {state}" for state, count in counts.items())
     note = f", {lost} taken by no request" if lost > 0 else f", {-lost} free but listed by a table" if lost else ""
     return f"step {snapshot.step}   {len(snapshot.blocks)} blocks: {said}{note}"
 
 
-def block_map_facts(recording: Recording, step: int | None = None) -> Facts:
-    """The pool after one step (the last when None), a line for every block that is not free."""
+def block_map_text(recording: Recording, step: int | None = None) -> TextView:
+    """The pool after one step (None: the last), one line per block that is not free."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
     blocks = [block for block in snapshot.blocks if block.state != "free"]
-    table = [[f"block {block.block:>3}", *grid.block_line(recording, snapshot, block)] for block in blocks[:MAX_LINES]]
+    table = [[f"block {block.block:>3}", *block_line(recording, snapshot, block)] for block in blocks[:MAX_LINES]]
     lines = [headline(snapshot), *columns(table)]
     if len(blocks) > MAX_LINES:
         lines.append(f"… and {len(blocks) - MAX_LINES} more blocks that are not free")
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
 def _layers(
-    recording: Recording, snapshot: Snapshot, cells: grid.Cells, thin: bool
+    recording: Recording, snapshot: Snapshot, cells: Cells, thin: bool
 ) -> list[dict[str, Any]]:
     blocks = snapshot.blocks[: len(cells.x)]
     if thin:
         hover = {"hovertemplate": "block %{pointNumber} %{text}<extra></extra>", "hoverinfo": "all"}
     else:
-        hover = {"hovertext": [grid.block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"}
+        hover = {"hovertext": [block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"}
     return cells.layers(
-        colours=[grid.block_colour(snapshot, block) for block in blocks],
-        amounts=[grid.block_amount(block) for block in blocks],
+        colours=[block_colour(snapshot, block) for block in blocks],
+        amounts=[block_amount(block) for block in blocks],
         shared=[block.block for block in blocks if block.state == "shared"],
         cached=[] if thin else [block.block for block in blocks if block.state == "cached"],
-        labels=[grid.block_label(snapshot, block) for block in blocks],
+        labels=[block_label(snapshot, block) for block in blocks],
         hover=hover,
         size=13 if len(blocks) <= 40 else 11 if len(blocks) <= MANY_BLOCKS else 8,
     )
 
 
-def _block_ids(place: grid.Grid) -> dict[str, Any]:
-    everywhere = range(place.num_blocks)
+def _block_ids(grid: Grid) -> dict[str, Any]:
+    everywhere = range(grid.num_blocks)
     return {
         "type": "scatter",
         "mode": "text",
-        "x": [round(place.x(i) - 0.43, 2) for i in everywhere],
-        "y": [round(place.base(i) + place.block_size, 3) for i in everywhere],
+        "x": [round(grid.x(i) - 0.43, 2) for i in everywhere],
+        "y": [round(grid.base(i) + grid.block_size, 3) for i in everywhere],
         "text": [str(i) for i in everywhere],
         "textposition": "top right",
         "textfont": {"size": 9, "color": FAINT},
@@ -116,11 +116,11 @@ def _block_ids(place: grid.Grid) -> dict[str, Any]:
     }
 
 
-def _layout(place: grid.Grid, title: str, num_entries: int) -> dict[str, Any]:
-    """High enough for the rows of blocks, and for the legend beside them."""
-    step = -(-place.rows // 20)
-    rows = range(0, place.rows, step)
-    rows_height = place.rows * (66 if place.rows <= 5 else 48 if place.rows <= 10 else 30)
+def _layout(grid: Grid, title: str, num_entries: int) -> dict[str, Any]:
+    """Figure layout; the height fits the rows of blocks and the legend."""
+    step = -(-grid.rows // 20)
+    rows = range(0, grid.rows, step)
+    rows_height = grid.rows * (66 if grid.rows <= 5 else 48 if grid.rows <= 10 else 30)
     return {
         "height": 96 + max(min(620, rows_height), 20 * num_entries),
         "barmode": "overlay",
@@ -128,13 +128,13 @@ def _layout(place: grid.Grid, title: str, num_entries: int) -> dict[str, Any]:
         "legend": {"itemclick": False, "itemdoubleclick": False, "font": {"size": 11}, "traceorder": "normal"},
         "margin": {"t": 40, "l": 46},
         "xaxis": axis(
-            range=[-0.6, place.columns - 0.4], showgrid=False, tickvals=_ticks(place.columns),
-            ticktext=[f"+{i}" for i in _ticks(place.columns)],
+            range=[-0.6, grid.columns - 0.4], showgrid=False, tickvals=_ticks(grid.columns),
+            ticktext=[f"+{i}" for i in _ticks(grid.columns)],
         ),
         "yaxis": axis(
-            range=[-place.rows * place.pitch - 0.1 * place.block_size, 0.1 * place.block_size], showgrid=False,
-            tickvals=[place.base(i * place.columns) + place.block_size / 2 for i in rows],
-            ticktext=[str(i * place.columns) for i in rows],
+            range=[-grid.rows * grid.pitch - 0.1 * grid.block_size, 0.1 * grid.block_size], showgrid=False,
+            tickvals=[grid.base(i * grid.columns) + grid.block_size / 2 for i in rows],
+            ticktext=[str(i * grid.columns) for i in rows],
         ),
     }  # fmt: skip
 

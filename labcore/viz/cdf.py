@@ -1,26 +1,25 @@
-"""Spread: how long it took for everybody, as the share of requests that have waited no longer than that."""
+"""Empirical CDF: the share of requests with a latency of at most x."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import Any
 
-from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import INK, PALETTE, safe, short
+from labcore.workload.metrics import percentile
 
-# One a line: colour, dash, marker. Told apart without colour, too.
+# Colour, dash and marker of each line: distinct without colour, too.
 LOOKS = tuple(
     zip(PALETTE[:4], ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "cross"), strict=True)
 )
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-def spread(samples: Mapping[str, Sequence[float]], unit: str) -> Picture:
-    """A rising line for each of `samples` (name → one number a request, four names at most): higher and further left is
-    better. Steps up by one request at each of its numbers.
+def cdf(samples: Mapping[str, Sequence[float]], unit: str) -> Figure:
+    """One step line per sample (name → one value per request, at most four names); further left is better.
 
-    unit: what the numbers are, "steps to the first token". Raises ValueError for more names, or a name without numbers.
+    unit: label of the values, such as "steps to the first token". Raises ValueError for more names or an empty sample.
     """
     if len(samples) > len(LOOKS) or not all(len(values) for values in samples.values()):
         raise ValueError(f"samples must have at most {len(LOOKS)} names, each with numbers: {', '.join(samples)}.")
@@ -32,22 +31,17 @@ def spread(samples: Mapping[str, Sequence[float]], unit: str) -> Picture:
         "xaxis": axis(unit, rangemode="tozero"),
         "yaxis": axis("of the requests", range=[0, 1.02], tickformat=".0%"),
     }
-    return picture(traces, layout, spread_facts(samples, unit))
+    return figure(traces, layout, cdf_text(samples, unit))
 
 
-def spread_facts(samples: Mapping[str, Sequence[float]], unit: str) -> Facts:
-    """Percentiles and mean, a line each: `static   P50 12   P90 40   P99 41   mean 20.5   steps to the first token`."""
+def cdf_text(samples: Mapping[str, Sequence[float]], unit: str) -> TextView:
+    """Percentiles and mean, one line per sample: `static   P50 12   P90 40   P99 41   mean 20.5   steps to the first token`."""
     width = max(map(len, samples), default=0)
     lines = []
     for name, values in samples.items():
         marks = [f"P{100 * q:.0f} {percentile(values, q):6,.4g}" for q in QUANTILES]
         lines.append("   ".join([f"{name:{width}}", *marks, f"mean {sum(values) / len(values):6,.4g}", unit]))
-    return Facts("\n".join(lines))
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """The smallest of the values that at least a share `q` (above 0, up to 1) of them doesn't exceed (nearest rank)."""
-    return sorted(values)[ceil(round(q * len(values), 9)) - 1]
+    return TextView("\n".join(lines))
 
 
 def _line(name: str, values: Sequence[float], colour: str, dash: str, marker: str) -> dict[str, Any]:

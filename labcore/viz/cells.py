@@ -1,7 +1,7 @@
-"""Cells that fill up like glasses: how the pictures draw KV blocks, and where in the pool's grid each block stands.
+"""Cells: how figures draw KV blocks, and the position of each block in the pool's grid.
 
-    ┌────┐     ▨ hatched: more than one owner        the letter names the owner, the height of the
-    │ AB │     ░ dotted:  nobody's, but cached       fill says how many of the block's slots hold KV
+    ┌────┐     ▨ hatched: more than one owner        letter: owner
+    │ AB │     ░ dotted:  cached, no owner           height of the fill: slots of the block that hold KV
     │▨▨▨▨│
     └────┘
 """
@@ -22,7 +22,7 @@ LEGEND_REQUESTS = 12
 
 @dataclass(frozen=True)
 class Grid:
-    """Block id → place. Rows run down from row `top`, block 0 at its left; a cell is 1 wide, `block_size` high."""
+    """Block id → position. Rows go down from row `top`, block 0 at its left; a cell is 1 wide, `block_size` high."""
 
     num_blocks: int
     block_size: int
@@ -41,7 +41,7 @@ class Grid:
 
     @property
     def pitch(self) -> float:
-        """Height of a row and the gap above it."""
+        """Height of a row including the gap above it."""
         return round(self.block_size * (1 + GAP), 3)
 
     def x(self, block: int) -> int:
@@ -54,10 +54,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Cells:
-    """Fixed places for cells and the four layers that show what is in them: cells, hatches, covers, letters.
+    """Fixed positions of cells, and the four layers that draw their contents: cells, hatches, covers, letters.
 
-    A cell is painted whole, and what is empty of it covered again; a letter under a cover is written once more on top.
-    Most blocks are full or free, so that a frame stores few covers. All lists have one entry a cell.
+    A cell is painted whole and its empty part covered; a covered letter is drawn again on top. Most blocks are full or
+    free, so frames store few covers. All lists have one entry per cell.
     """
 
     x: Sequence[float]
@@ -75,7 +75,7 @@ class Cells:
         hover: dict[str, Any],
         size: int,
     ) -> list[dict[str, Any]]:
-        """colours; amounts 0 … height; cells to hatch and to dot, by index; labels of `size` points; hover settings."""
+        """colours; amounts 0 … height; indices of shared and cached cells; labels of `size` points; hover settings."""
         covered = [i for i, amount in enumerate(amounts) if 0 < amount < self.height]
         silent = {"hoverinfo": "skip", "showlegend": False} | self.axes
         bars = {"type": "bar", "width": 0.86} | silent
@@ -110,7 +110,7 @@ class Cells:
 
 
 def changes(layers: Sequence[dict[str, Any]], moving: bool = False) -> list[dict[str, Any]]:
-    """What a frame has to store of the layers: the rest is in the figure once. moving: the cells' places change too."""
+    """The properties that a frame must store; the rest is in the figure once. moving: positions of cells change too."""
     cells, hatches, covers, letters = layers
     painted = {key: cells[key] for key in ("text", "hovertext") if key in cells}
     painted |= _places(cells) if moving else {}
@@ -127,19 +127,19 @@ def _places(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def block_colour(snapshot: Snapshot, block: BlockState) -> str:
-    """The first owner's colour, grey for a block that is only cached, white for a free one."""
+    """Colour of the first owner; grey for cached, white for free."""
     if block.owners:
         return colour(snapshot.requests[block.owners[0][0]].number)
     return CACHED if block.state == "cached" else EMPTY
 
 
 def block_amount(block: BlockState) -> int:
-    """Tokens to draw: a free block may still hold old KV, but nobody can ask for it."""
+    """Number of tokens to draw; 0 for a free block, whose old KV is unreachable."""
     return 0 if block.state == "free" else len(block.tokens)
 
 
 def block_label(snapshot: Snapshot, block: BlockState) -> str:
-    """Letters of up to three owners, "×40" for more, "#" for a block that only the cache knows, "" for a free one."""
+    """Letters of up to three owners, "×40" for more; "#" for a cached block, "" for a free one."""
     if not block.owners:
         return "#" if block.state == "cached" else ""
     letters = "".join(letter(snapshot.requests[name].number) for name, _ in block.owners[:4])
@@ -147,7 +147,7 @@ def block_label(snapshot: Snapshot, block: BlockState) -> str:
 
 
 def block_line(recording: Recording, snapshot: Snapshot, block: BlockState, length: int = 24) -> list[str]:
-    """What is to be said of one block, in pieces: owners, refcount, fill, text, hash."""
+    """Columns of one block in a text view: owners, refcount, fill, text, hash."""
     owners = " ".join(f"{short(name)}({index})" for name, index in block.owners) or block.state
     pieces = [owners, f"refcount {block.refcount}", f"{block_amount(block)}/{snapshot.block_size}"]
     text = recording.text(block.tokens)
@@ -157,7 +157,7 @@ def block_line(recording: Recording, snapshot: Snapshot, block: BlockState, leng
 
 
 def block_hover(recording: Recording, snapshot: Snapshot, block: BlockState) -> str:
-    """Everything about one block, for the mouse."""
+    """Hover text of one block."""
     lines = [f"<b>block {block.block}</b> · {block.state}"]
     if block.state == "free":
         return f"{lines[0]}<br>since step {block.since}" if block.since else lines[0]
@@ -175,7 +175,7 @@ def block_hover(recording: Recording, snapshot: Snapshot, block: BlockState) -> 
 
 
 def legend(request_ids: Sequence[str], states: Sequence[str] = ("shared", "cached", "free")) -> list[dict[str, Any]]:
-    """Legend entries, as traces without data: what the patterns mean, and which letter is whose."""
+    """Legend entries, as traces without data: patterns, and the letter of each request."""
     looks = {"shared": ("/", EMPTY, "shared"), "cached": (".", CACHED, "# cached, free"), "free": ("", EMPTY, "free")}
     entries = [looks[state] for state in states]
     named = enumerate(request_ids[:LEGEND_REQUESTS])

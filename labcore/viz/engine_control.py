@@ -1,4 +1,4 @@
-"""What the explorer's buttons do to an engine, without any widget: submit, step, fork, abort, shrink the pool."""
+"""Engine control: the operations of the explorer without widgets. Submit, step, fork, abort, shrink the pool."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from labcore.recorder import Recording
 from labcore.sampling_params import SamplingParams
 
 
-class Session:
-    """One person at one engine that records. Every method raises ValueError, in plain words, and then changes nothing.
+class EngineControl:
+    """Operates one recording engine. A method that raises ValueError has changed nothing.
 
-    llm   an `LLM` made with record=True
+    llm   an `LLM` with record=True
     """
 
     def __init__(self, llm: Any) -> None:
-        if llm.engine.recorder is None:
-            raise ValueError("this llm keeps no flight record to look at — make it with LLM(…, record=True).")
+        if not isinstance(llm.engine.recorder, Recording):
+            raise ValueError("this llm keeps no flight record — create it with LLM(…, record=True).")
         self.llm = llm
         self.engine = llm.engine
         self.texts: dict[str, str] = {}
@@ -34,13 +34,13 @@ class Session:
 
     @property
     def num_taken(self) -> int:
-        """Blocks that `shrink` has taken out of the pool."""
+        """Blocks taken out of the pool by `shrink`."""
         return len(self._taken)
 
     def submit(
         self, prompt: str, max_tokens: int = 16, priority: int = 0, n: int = 1, temperature: float = 0.0
     ) -> str:
-        """Queue a prompt; returns the request's id. Several continuations are drawn, so they need a temperature."""
+        """Add a request and return its id. With n > 1 a temperature of 0 becomes 1, so that the samples differ."""
         if not prompt:
             raise ValueError("the prompt is empty — type a few words first.")
         if n > 1 and temperature == 0:
@@ -51,7 +51,7 @@ class Session:
         return request_id
 
     def step(self) -> bool:
-        """One step of the engine; False if there was nothing to do."""
+        """Run one engine step; False if there is no unfinished request."""
         if not self.is_busy:
             return False
         for output in self._outputs():
@@ -61,7 +61,7 @@ class Session:
         return True
 
     def fork(self, request_id: str) -> str:
-        """A request that owns every block so far as well, and goes on by itself, sampled, so that it differs."""
+        """Fork a request: the child shares all its blocks and continues with its own seed and temperature 1."""
         self._check_served(request_id)
         number = next(self._names)
         child = f"{request_id}-fork{number}"
@@ -69,13 +69,13 @@ class Session:
         return child
 
     def abort(self, request_id: str) -> None:
-        """End a request, and with it the other continuations of its prompt."""
+        """Abort a request, with all samples or beams of its prompt."""
         self._check_served(request_id)
         is_alone = request_id in self.engine.request_ids()
         self.engine.abort(request_id if is_alone else request_id.rpartition("/")[0])
 
     def shrink(self, num_blocks: int) -> None:
-        """Take free blocks out of the pool, as if others needed the memory; a negative number gives them back."""
+        """Take free blocks out of the pool, to simulate memory pressure; a negative number returns them."""
         if num_blocks < 0:
             back = self._taken[num_blocks:]
             if not back:
@@ -91,14 +91,14 @@ class Session:
         self._taken += taken
 
     def _outputs(self) -> list[Any]:
-        """The engine counts on its whole pool; with blocks taken away it may find nobody to serve, and break off."""
+        """Run a step; with blocks taken out of the pool the engine may fail, because no request fits."""
         try:
             return self.engine.step()
         except Exception:
             if self._taken and not self.recorder.at().scheduled:
-                raise ValueError("nobody fits into what is left of the pool — give blocks back, or abort.") from None
+                raise ValueError("no request fits into the remaining blocks — give blocks back, or abort.") from None
             raise
 
     def _check_served(self, request_id: str) -> None:
         if request_id not in self.recorder.at().requests:
-            raise ValueError(f"request {request_id!r} is not being served — choose one that waits or runs.")
+            raise ValueError(f"request {request_id!r} is not being served — choose a waiting or running one.")

@@ -1,10 +1,10 @@
-"""The explorer: a live panel around the pictures. Buttons call a `Session`; figures and texts are the notebooks' own.
+"""The explorer: a live panel around the figures. Buttons call an `EngineControl`; each figure has its text view.
 
     prompt ▁▁▁▁▁▁▁▁▁▁▁▁  max tokens  priority  n   [submit]
     [step] [run] [pause]   request ▾ [fork] [abort]   blocks ▁ [take away] [give back]
     step ──────────●──   (block map) (tables) (timeline) (memory) (queues)
-    ▢▣▣▢ …                                                             the picture
-    step 12   24 blocks: …                                              the same in words, and every text so far
+    ▢▣▣▢ …                                                             the figure
+    step 12   24 blocks: …                                              its text view, and the generated texts
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ import ipywidgets as widgets
 from labcore.recorder import Recording
 from labcore.viz.block_map import block_map
 from labcore.viz.block_tables import block_tables
-from labcore.viz.engine_control import Session
-from labcore.viz.figure import CONFIG, PLOTLY_MIME, Facts, Picture, nothing_recorded, without_slider
+from labcore.viz.engine_control import EngineControl
+from labcore.viz.figure import CONFIG, PLOTLY_MIME, Figure, TextView, nothing_recorded, without_slider
 from labcore.viz.memory import memory
 from labcore.viz.queues import queues
-from labcore.viz.text_view import describe
+from labcore.viz.text_view import text_view
 from labcore.viz.timeline import timeline
 
-VIEWS: dict[str, tuple[str, Callable[..., Picture]]] = {
+VIEWS: dict[str, tuple[str, Callable[..., Figure]]] = {
     "block map": ("block_map", block_map),
     "tables": ("block_tables", block_tables),
     "timeline": ("timeline", timeline),
     "memory": ("memory", memory),
     "queues": ("queues", queues),
 }
-OF_ONE_STEP = ("block map", "tables")  # the other views show how it came to that
+OF_ONE_STEP = ("block map", "tables")  # the other views show the whole run
 MAX_TEXTS = 20
 STORED_BYTES = 60_000
-"""What the frames of the picture that a notebook keeps of the panel may take."""
+"""Bytes for the frames of the figure that a saved notebook keeps of the panel."""
 
 
 def explore(what: Any, view: str = "block map") -> Explorer:
-    """A live panel for an `LLM` made with record=True, or a viewer for a flight record. End a cell with it.
+    """A live panel for an `LLM` with record=True, or a viewer for a flight record; the last expression of a cell.
 
-    view   the picture that it opens with, one of VIEWS; a stored notebook keeps this one, with a slider
-    One panel an engine: a second call, such as running the cell again, closes the first.
-    Raises ValueError for an llm that keeps no record, and for a view that there isn't.
+    view   figure shown first, one of VIEWS; a saved notebook keeps it, with a slider
+    One panel per engine: a second call, such as running the cell again, closes the first.
+    Raises ValueError for an llm without a flight record, and for an unknown view.
     """
     if view not in VIEWS:
         raise ValueError(f"view is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
-    session = None if isinstance(what, Recording) else Session(what)
-    recording = what if session is None else session.recorder
+    control = None if isinstance(what, Recording) else EngineControl(what)
+    recording = what if control is None else control.recorder
     earlier = _panels.pop(recording, None)
     if earlier is not None:
         earlier.shut_down()
-    panel = _panels[recording] = Explorer(recording, session, view)
+    panel = _panels[recording] = Explorer(recording, control, view)
     return panel
 
 
@@ -63,11 +63,11 @@ _panels: WeakKeyDictionary[Recording, Explorer] = WeakKeyDictionary()
 
 
 class Explorer(widgets.VBox):
-    """See `explore`. A click does one thing to the session, and then everything is drawn from the record again."""
+    """See `explore`. Each click calls one method of `control`, then redraws everything from the record."""
 
-    def __init__(self, recording: Recording, session: Session | None, view: str) -> None:
+    def __init__(self, recording: Recording, control: EngineControl | None, view: str) -> None:
         self.recording = recording
-        self.session = session
+        self.control = control
         self._runner: asyncio.Task | None = None
         self.prompt = widgets.Text("The sea at night", description="prompt", layout=_wide())
         self.max_tokens = _number(widgets.BoundedIntText, 16, "max tokens", min=1, max=100_000)
@@ -80,17 +80,17 @@ class Explorer(widgets.VBox):
         self.view = widgets.ToggleButtons(options=list(VIEWS), value=view, style={"button_width": "auto"})
         self.figure = widgets.Output(layout=widgets.Layout(min_height="320px", width="100%"))
         self.words = widgets.HTML()
-        controls = [] if session is None else self._controls()
-        super().__init__([*controls, self.message, self.step_slider, self.view, self.figure, self.words])
+        widgets_above = [] if control is None else self._control_rows()
+        super().__init__([*widgets_above, self.message, self.step_slider, self.view, self.figure, self.words])
         self.step_slider.observe(lambda _: self.draw(), "value")
         self.view.observe(lambda _: self.draw(), "value")
         self.refresh()
 
     def act(self, action: Callable[[], Any], done: str = "") -> bool:
-        """Do something to the session; whether it worked. What went wrong stands in the panel until something works."""
+        """Run an action; return whether it succeeded. An error message stays until the next success."""
         try:
             action()
-        except Exception as error:  # a learner's own part may raise anything, and the panel must live on
+        except Exception as error:  # an engine with user-written parts may raise anything; the panel must survive
             self._say(str(error) or type(error).__name__, wrong=True)
             worked = False
         else:
@@ -100,7 +100,7 @@ class Explorer(widgets.VBox):
         return worked
 
     def refresh(self) -> None:
-        """Follow the record: the newest step, the requests there are, the picture and the words."""
+        """Update slider, request list, figure and text from the record."""
         steps = self.recording.steps
         followed = self.step_slider.value == self.step_slider.max
         with self.step_slider.hold_trait_notifications():
@@ -108,7 +108,7 @@ class Explorer(widgets.VBox):
                 self.step_slider.max = max(self.step_slider.max, steps[-1])
                 self.step_slider.min = steps[0]
                 self.step_slider.value = steps[-1] if followed else self.step_slider.value
-        names = list(self.recording.at().requests) if self.session else []
+        names = list(self.recording.at().requests) if self.control else []
         if list(self.target.options) != names:
             chosen = self.target.value
             self.target.options = names
@@ -116,43 +116,43 @@ class Explorer(widgets.VBox):
         self.draw()
 
     def draw(self) -> None:
-        """The chosen picture of the chosen step, and its words. Replaces what stood there, whatever that was."""
+        """Draw the selected figure and text view at the selected step, replacing the previous ones."""
         step = self.step_slider.value if self.recording.steps else None
         steps = {"steps": [step]} if self.view.value in OF_ONE_STEP else {}
-        picture = self._picture(step=step, budget=0, **steps)
-        self.figure.outputs = ({"output_type": "display_data", "data": still(picture), "metadata": {}},)
-        words = escape(describe(self.recording, step, VIEWS[self.view.value][0]) + self._texts(), quote=False)
+        figure = self._figure(step=step, budget=0, **steps)
+        self.figure.outputs = ({"output_type": "display_data", "data": still(figure), "metadata": {}},)
+        words = escape(text_view(self.recording, step, VIEWS[self.view.value][0]) + self._texts(), quote=False)
         self.words.value = f"<pre style='white-space:pre-wrap;word-break:normal;line-height:1.35'>{words}</pre>"
 
     async def run(self) -> None:
-        """Step until nobody is left, leaving room for other clicks after every step."""
-        while self.session.is_busy and self.act(self.session.step):
+        """Step until no request is unfinished, yielding to other clicks after each step."""
+        while self.control.is_busy and self.act(self.control.step):
             await asyncio.sleep(0.01)
 
     def pause(self) -> None:
-        """Stop running after the present step."""
+        """Stop after the current step."""
         if self._runner is not None:
             self._runner.cancel()
             self._runner = None
 
     def shut_down(self) -> None:
-        """Stop, give borrowed blocks back, and leave the page."""
+        """Stop, return blocks taken out of the pool, and close the widgets."""
         self.pause()
-        if self.session is not None and self.session.num_taken:
-            self.session.shrink(-self.session.num_taken)
+        if self.control is not None and self.control.num_taken:
+            self.control.shrink(-self.control.num_taken)
         self.close_all()
 
     def close_all(self) -> None:
         for widget in (*self.children, self):
             widget.close()
 
-    def _picture(self, **options: Any) -> Picture:
-        """The chosen one; before the first step, the word that there is nothing to see yet."""
+    def _figure(self, **options: Any) -> Figure:
+        """The selected figure, or a placeholder before the first step."""
         _, make = VIEWS[self.view.value]
         return make(self.recording, **options) if self.recording.steps else nothing_recorded()
 
-    def _controls(self) -> list[widgets.Widget]:
-        session = self.session
+    def _control_rows(self) -> list[widgets.Widget]:
+        control = self.control
         return [
             _row([self.prompt, self.max_tokens, self.priority, self.n, self._button("submit", self._submit)]),
             _row(
@@ -162,10 +162,10 @@ class Explorer(widgets.VBox):
                     self._button("pause", self.pause),
                     self.target,
                     self._button("fork", self._fork),
-                    self._button("abort", lambda: self.act(partial(session.abort, self._target()))),
+                    self._button("abort", lambda: self.act(partial(control.abort, self._target()))),
                     self.amount,
-                    self._button("take away", lambda: self.act(partial(session.shrink, self.amount.value))),
-                    self._button("give back", lambda: self.act(partial(session.shrink, -self.amount.value))),
+                    self._button("take away", lambda: self.act(partial(control.shrink, self.amount.value))),
+                    self._button("give back", lambda: self.act(partial(control.shrink, -self.amount.value))),
                 ]
             ),
         ]
@@ -177,15 +177,15 @@ class Explorer(widgets.VBox):
 
     def _submit(self) -> None:
         asked = (self.prompt.value, self.max_tokens.value, self.priority.value, self.n.value)
-        self.act(partial(self.session.submit, *asked), done="queued; it joins the next step that has room")
+        self.act(partial(self.control.submit, *asked), done="queued; it joins the next step that has room")
 
     def _fork(self) -> None:
-        fork = partial(self.session.fork, self._target())
+        fork = partial(self.control.fork, self._target())
         self.act(fork, done="forked; both own the same blocks until one of them writes")
 
     def _step(self) -> None:
-        if self.session.is_busy:
-            self.act(self.session.step)
+        if self.control.is_busy:
+            self.act(self.control.step)
         else:
             self._say("nothing to do — submit a prompt first")
 
@@ -201,21 +201,21 @@ class Explorer(widgets.VBox):
         self.message.value = f"<div role='status' style='{style}'>{escape(text)}</div>" if text else ""
 
     def _texts(self) -> str:
-        texts = {} if self.session is None else self.session.texts
+        texts = {} if self.control is None else self.control.texts
         lines = [f"{name}  {text!r}" for name, text in list(texts.items())[-MAX_TEXTS:]]
         return "\n\n" + "\n".join(lines) if lines else ""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """Where no kernel runs, the picture that the panel shows when the cell is run, with a slider, and its words."""
-        picture = self._picture(budget=STORED_BYTES)
-        words = Facts(f"explorer (run the cell for the live panel)\n{picture.facts}")
-        return super()._repr_mimebundle_(**kwargs) | picture._repr_mimebundle_() | {"text/plain": words}
+        """Without a kernel: the figure first shown, with a slider, and its text view."""
+        figure = self._figure(budget=STORED_BYTES)
+        words = TextView(f"explorer (run the cell for the live panel)\n{figure.text}")
+        return super()._repr_mimebundle_(**kwargs) | figure._repr_mimebundle_() | {"text/plain": words}
 
 
-def still(picture: Picture) -> dict[str, Any]:
-    """A picture's data for display without slider and frames: the panel has a slider of its own."""
-    figure = without_slider(picture) | {"frames": [], "config": CONFIG}
-    return {PLOTLY_MIME: figure, "text/plain": str(picture.facts)}
+def still(figure: Figure) -> dict[str, Any]:
+    """Display data of a figure without slider and frames; the panel has its own slider."""
+    data = without_slider(figure) | {"frames": [], "config": CONFIG}
+    return {PLOTLY_MIME: data, "text/plain": str(figure.text)}
 
 
 def _number(kind: type[widgets.Widget], value: int, name: str, **limits: int) -> widgets.Widget:

@@ -1,4 +1,4 @@
-"""A picture: a plotly figure that steps without a kernel, carries its facts as text, and stays small in a notebook."""
+"""Figure: a plotly figure with a step slider that needs no kernel, a text view, and a small size in a notebook."""
 
 from __future__ import annotations
 
@@ -13,57 +13,58 @@ from labcore.viz.style import EMPTY, FAINT, GRID, INK, PAPER
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 BUDGET = 380_000
-"""Bytes that the frames of one picture may take in a notebook file."""
+"""Default limit on the frames of one figure, in bytes of a notebook file."""
 CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 MAX_FRAMES = 60
 SLIDER_HEIGHT = 72
 Item = TypeVar("Item")
 
 
-class Facts(str):
-    """A short text table that a notebook shows as it is, printed or not."""
+class TextView(str):
+    """A text table whose repr is the text itself, so that a cell shows it without print."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-NOTHING = Facts("nothing recorded yet")
+NOTHING = TextView("nothing recorded yet")
 
 
-class Picture(go.Figure):
-    """A plotly figure with its facts in words.
+class Figure(go.Figure):
+    """A plotly figure with a text view, `text`.
 
-    A notebook stores it once as plotly JSON (JupyterLab draws that with neither kernel nor network) and once as text,
-    for viewers that run no JavaScript, for exports and for nbval. No plotly.js, no HTML, no random ids: a cell that
-    shows one is stored in a few kilobytes and compares equal from run to run.
+    A notebook stores it as plotly JSON (drawn by JupyterLab without kernel or network) and as text (for viewers without
+    JavaScript, exports and nbval). Without plotly.js, HTML and random ids the output takes a few kilobytes and is equal
+    from run to run.
     """
 
     _ipython_display_ = None
     _repr_html_ = None
 
     @property
-    def facts(self) -> Facts:
-        return Facts((self.layout.meta or {}).get("facts", ""))
+    def text(self) -> TextView:
+        return TextView((self.layout.meta or {}).get("text", ""))
 
     def data_json(self) -> dict[str, Any]:
         """The figure as plain dicts and lists."""
         return json.loads(self.to_json(validate=False))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **kwargs: Any) -> dict[str, Any]:
-        return {PLOTLY_MIME: self.data_json() | {"config": CONFIG}, "text/plain": self.facts}
+        return {PLOTLY_MIME: self.data_json() | {"config": CONFIG}, "text/plain": self.text}
 
 
-def picture(
+def figure(
     traces: Sequence[dict[str, Any]],
     layout: dict[str, Any],
-    facts: str,
+    text: str,
     frames: Sequence[dict[str, Any]] = (),
     step: int | None = None,
-) -> Picture:
-    """Put a figure together: house style, and a slider with a play button if there are frames.
+) -> Figure:
+    """Build a `Figure` in the common style, with a slider and a play button if there are frames.
 
-    layout   its "height" is that of the picture without the slider
-    frames   plotly frames named by their step; `step` is the one that the figure shows at first
+    layout   "height" excludes the slider
+    text     the text view
+    frames   plotly frames named by their step; `step` is shown first
     """
     base = {
         "template": {},
@@ -72,7 +73,7 @@ def picture(
         "font": {"color": INK, "size": 12, "family": "system-ui, sans-serif"},
         "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
         "hoverlabel": {"bgcolor": PAPER, "font": {"color": INK, "size": 12}, "align": "left"},
-        "meta": {"facts": str(facts)},
+        "meta": {"text": str(text)},
     }
     if len(frames) > 1:
         base |= controls([frame["name"] for frame in frames], str(step))
@@ -81,22 +82,22 @@ def picture(
     merged["margin"] = base["margin"] | layout.get("margin", {})
     if "sliders" in merged:
         merged["height"] += SLIDER_HEIGHT
-    return Picture({"data": list(traces), "layout": merged, "frames": list(frames) if len(frames) > 1 else []})
+    return Figure({"data": list(traces), "layout": merged, "frames": list(frames) if len(frames) > 1 else []})
 
 
-def without_slider(picture: Picture) -> dict[str, Any]:
-    """A picture's data for a place that has a slider of its own."""
-    figure = picture.data_json()
-    layout = figure["layout"]
+def without_slider(figure: Figure) -> dict[str, Any]:
+    """Data of a figure without its slider, for a page that has one."""
+    data = figure.data_json()
+    layout = data["layout"]
     if layout.pop("sliders", None):
         layout["height"] -= SLIDER_HEIGHT
         layout["margin"]["b"] -= SLIDER_HEIGHT
     layout.pop("updatemenus", None)
-    return figure
+    return data
 
 
 def controls(names: Sequence[str], active: str) -> dict[str, Any]:
-    """Slider and play button that walk through the frames."""
+    """Slider and play button for the frames."""
     still = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
     moving = {"mode": "immediate", "fromcurrent": True, "frame": {"duration": 400, "redraw": True}}
     button = {"method": "animate", "label": "▶", "args": [None, moving]}
@@ -133,13 +134,13 @@ def controls(names: Sequence[str], active: str) -> dict[str, Any]:
 
 
 def heading(text: str) -> dict[str, Any]:
-    """The line of facts above a picture, which changes with the step."""
+    """Title settings: one line above the figure, updated with the step."""
     font = {"size": 13, "color": INK}
     return {"text": text, "font": font, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top"}
 
 
 def axis(title: str = "", **settings: Any) -> dict[str, Any]:
-    """An axis in house style."""
+    """Axis settings in the common style."""
     return {
         "title": {"text": title, "font": {"size": 12, "color": FAINT}, "standoff": 4},
         "tickfont": {"size": 11, "color": FAINT},
@@ -150,7 +151,7 @@ def axis(title: str = "", **settings: Any) -> dict[str, Any]:
 
 
 def sample(steps: Sequence[Item], limit: int, keep: Item | None = None) -> list[Item]:
-    """At most `limit` of the steps, evenly spread: the first, the last, and `keep` among them."""
+    """At most `limit` of the steps, evenly spaced, including the first, the last and `keep`."""
     steps = list(steps)
     if len(steps) > limit:
         places = {round(i * (len(steps) - 1) / max(1, limit - 1)) for i in range(limit)}
@@ -165,9 +166,9 @@ def sample(steps: Sequence[Item], limit: int, keep: Item | None = None) -> list[
 def chosen(
     recording: Recording, step: int | None, steps: Iterable[int] | None, budget: int | None = None
 ) -> tuple[int, list[int]]:
-    """The step to show first, and those that the slider offers: with a budget, no more than can ever fit into it.
+    """The step to show first and the steps of the slider, sampled to what a budget can hold, if given.
 
-    Raises ValueError if one was not recorded.
+    Raises ValueError if a step was not recorded.
     """
     known = recording.steps
     steps = known if steps is None else sorted(set(steps))
@@ -180,12 +181,12 @@ def chosen(
 
 
 def most_frames(budget: int) -> int:
-    """Frames that a picture has at most: 60 in a notebook, more where there is more room."""
+    """Maximum number of frames for a budget: 60 for the default one."""
     return max(2, MAX_FRAMES * budget // BUDGET)
 
 
 def fit(frame: Callable[[int], dict[str, Any]], steps: Sequence[int], keep: int, budget: int) -> list[dict[str, Any]]:
-    """Frames for as many of the steps, evenly spread and `keep` among them, as take `budget` bytes in a notebook."""
+    """Frames of evenly spaced steps, `keep` included, that take at most `budget` bytes in a notebook."""
     frames = [frame(step) for step in sample(steps, most_frames(budget), keep)]
     while len(frames) > 2 and (size := sum(map(stored_size, frames))) > budget:
         fewer = max(2, min(len(frames) - 1, int(len(frames) * budget / size)))
@@ -194,24 +195,24 @@ def fit(frame: Callable[[int], dict[str, Any]], steps: Sequence[int], keep: int,
 
 
 def stored_size(part: Any, depth: int = 8) -> int:
-    """Bytes in a notebook file, where every number has a line of its own, indented: a frame's 8 deep, a figure's 6."""
+    """Bytes in a notebook file, which stores one number per indented line; depth: 8 for a frame, 6 for a figure."""
     text = json.dumps(part, indent=1)
     return len(text.encode()) + depth * text.count("\n")
 
 
 def columns(table: list[list[str]]) -> list[str]:
-    """Rows of pieces as lines, each column as wide as its widest piece."""
+    """Rows of cells as aligned lines of text."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{piece:{width}}" for piece, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def held(values: Sequence[Any], growth: int = 0) -> list[Any]:
-    """The values, and the last one again plus `growth`: each step lasts until the next begins, the last one too."""
+    """The values with the last one repeated, plus `growth`, so that the last step is drawn with its duration."""
     return [*values, values[-1] + growth]
 
 
-def nothing_recorded() -> Picture:
-    """What there is to see before the first step."""
+def nothing_recorded() -> Figure:
+    """Placeholder figure before the first step."""
     note = {"text": str(NOTHING), "showarrow": False, "font": {"size": 14, "color": FAINT}}
     hidden = axis(visible=False)
-    return picture([], {"height": 160, "xaxis": hidden, "yaxis": hidden, "annotations": [note]}, NOTHING)
+    return figure([], {"height": 160, "xaxis": hidden, "yaxis": hidden, "annotations": [note]}, NOTHING)

@@ -1,6 +1,6 @@
-"""One HTML page with every picture of a flight record, linked by one slider. It needs no network and no kernel.
+"""HTML report: one page with all figures of a flight record, linked by one slider, without network or kernel.
 
-The page forbids itself the network (a content security policy), and all names reach it as data, never as markup.
+A content security policy blocks network access, and names are embedded as data, never as markup.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from plotly.offline import get_plotlyjs
 
 from labcore.files.output_file import output_file
 from labcore.recorder import Event, Recording
-from labcore.viz.block_map import block_map, block_map_facts
+from labcore.viz.block_map import block_map, block_map_text
 from labcore.viz.block_tables import block_tables
-from labcore.viz.figure import BUDGET, Picture, without_slider
+from labcore.viz.figure import BUDGET, Figure, without_slider
 from labcore.viz.memory import memory
 from labcore.viz.queues import queues
 from labcore.viz.style import short
@@ -26,12 +26,12 @@ from labcore.viz.timeline import timeline
 
 PAGE_BUDGET = 10 * BUDGET
 MAX_WORDED = 300
-SECTIONS: dict[str, tuple[str, str, Callable[..., Picture]]] = {
+SECTIONS: dict[str, tuple[str, str, Callable[..., Figure]]] = {
     "block_map": ("The pool", "A cell is a KV block: its letter names the owner, its fill what it holds.", block_map),
     "block_tables": ("Block tables", "Logical blocks above; arrows lead to the physical ones.", block_tables),
-    "timeline": ("Timeline", "What each request was doing. Click to go to a step.", timeline),
+    "timeline": ("Timeline", "State of each request over time. Click to go to a step.", timeline),
     "memory": ("Memory", "What the slots of the pool hold, against contiguous reservations.", memory),
-    "queues": ("Queues", "Who waits, who runs.", queues),
+    "queues": ("Queues", "Waiting, running and swapped requests.", queues),
 }
 SIGNATURE = '<meta name="generator" content="labcore">'
 PAGE = """<!doctype html>
@@ -71,30 +71,30 @@ PAGE = """<!doctype html>
 """
 
 
-def write_page(recording: Recording, path: str | Path, title: str = "labcore flight record") -> None:
-    """Write the page, about 5 MB, most of it plotly.js, over an older one if there is one.
+def write_html_report(recording: Recording, path: str | Path, title: str = "labcore flight record") -> None:
+    """Write the report (about 5 MB, mostly plotly.js), replacing an older one.
 
-    Raises ValueError if no step was recorded, or if `path` is a file that is not such a page.
+    Raises ValueError if no step was recorded, or if `path` is a file other than a report.
     """
-    text = page(recording, title)
+    text = html_report(recording, title)
     with output_file(path, lambda start: SIGNATURE in start, "a page that labcore made") as file:
         file.write(text)
 
 
-def page(recording: Recording, title: str = "labcore flight record") -> str:
-    """The page as one string."""
+def html_report(recording: Recording, title: str = "labcore flight record") -> str:
+    """The report as one string. Raises ValueError if no step was recorded."""
     if not recording.steps:
         raise ValueError("this flight record has no step yet — run the engine, then save it.")
-    sections, pictures = [], []
+    sections, figures = [], []
     for name, (heading, caption, draw) in SECTIONS.items():
         sections.append(f'<h2>{heading}</h2><p>{caption}</p><div class="picture" id="{name}"></div>')
-        pictures.append({"id": name, "figure": without_slider(draw(recording, budget=PAGE_BUDGET))})
-    worded = [int(frame["name"]) for frame in pictures[0]["figure"]["frames"]][:MAX_WORDED] or recording.steps
+        figures.append({"id": name, "figure": without_slider(draw(recording, budget=PAGE_BUDGET))})
+    worded = [int(frame["name"]) for frame in figures[0]["figure"]["frames"]][:MAX_WORDED] or recording.steps
     data = {
         "steps": recording.steps,
-        "pictures": pictures,
+        "pictures": figures,
         "worded": worded,
-        "words": {step: str(block_map_facts(recording, step)) for step in worded},
+        "words": {step: str(block_map_text(recording, step)) for step in worded},
         "events": events_by_step(recording),
     }
     return PAGE.format(
@@ -109,7 +109,7 @@ def page(recording: Recording, title: str = "labcore flight record") -> str:
 
 
 def events_by_step(recording: Recording) -> dict[int, list[str]]:
-    """Every event as one line, by step: `allocate  ana  [3, 4]`."""
+    """Step → its events, one line each: `allocate  ana  [3, 4]`."""
     lines: dict[int, list[str]] = defaultdict(list)
     for event in recording.events():
         lines[event.step].append(event_line(recording, event))
@@ -117,7 +117,7 @@ def events_by_step(recording: Recording) -> dict[int, list[str]]:
 
 
 def event_line(recording: Recording, event: Event) -> str:
-    """One event in words."""
+    """One event as a line of text."""
     detail = dict(event.detail)
     if event.kind == "arrive":
         detail = {"prompt": detail["prompt"], "priority": detail["priority"], "max_tokens": detail["max_tokens"]}

@@ -1,4 +1,4 @@
-"""Memory: what the pool's slots hold, step by step, against what contiguous reservations would have taken."""
+"""Memory: KV slots of the pool by use over time, compared with contiguous reservations."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from labcore.recorder import Recording, Snapshot
 from labcore.viz.figure import (
     BUDGET,
     NOTHING,
-    Facts,
-    Picture,
+    Figure,
+    TextView,
     axis,
     chosen,
     columns,
+    figure,
     fit,
     heading,
     held,
     nothing_recorded,
-    picture,
     sample,
 )
 from labcore.viz.style import EMPTY, FAINT, INK, hatch
@@ -28,17 +28,17 @@ BANDS = {
     "used": ("#7ad", "", "KV of one request"),
     "shared": ("#44bb99", "/", "KV that several requests read, counted once"),
     "wasted": ("#e86", "x", "allocated, still empty"),
-    "cached": ("#ddd", ".", "nobody's, kept in case a prefix returns"),
+    "cached": ("#ddd", ".", "no owner, kept for prefix hits"),
     "free": (EMPTY, "", "free"),
 }
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Slots (tokens' worth of KV) after one step. used + shared + wasted + cached + free = all slots of the pool.
+    """KV slots (one per token) after one step. used + shared + wasted + cached + free = all slots of the pool.
 
-    saved        slots that sharing spares: every further owner would need its own copy
-    contiguous   what reservations of max_model_len a request would take for the requests running now; None if unknown
+    saved        slots saved by sharing: each further owner would need a copy
+    contiguous   slots if each running request reserved max_model_len; None if unknown
     """
 
     step: int
@@ -80,12 +80,12 @@ def memory(
     *,
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
-) -> Picture:
-    """Used, shared, wasted, cached and free slots over time, stacked; dashed, the contiguous reservation.
+) -> Figure:
+    """Used, shared, wasted, cached and free slots over time, stacked; the contiguous reservation as a dashed line.
 
-    step    where the cursor stands at first; the last one when None
-    steps   those to draw; all of them, at most 300, when None
-    budget  bytes of notebook that the frames may take; the slider offers a sample then
+    step    first position of the cursor; None means the last step
+    steps   to draw; None means all, at most 300
+    budget  bytes of a notebook for the frames; slider steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
@@ -139,11 +139,11 @@ def memory(
         "margin": {"l": 70},
     }
     frames = fit(frame, [point.step for point in points], step, budget)
-    return picture(traces, layout, memory_facts(recording, step, steps=steps), frames, step)
+    return figure(traces, layout, memory_text(recording, step, steps=steps), frames, step)
 
 
-def memory_facts(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> Facts:
-    """Slots by kind at up to eight steps of the run, `step` among them, and the peaks."""
+def memory_text(recording: Recording, step: int | None = None, *, steps: Iterable[int] | None = None) -> TextView:
+    """Slots by use at up to eight steps of the run, including `step`."""
     if not recording.steps:
         return NOTHING
     step, steps = chosen(recording, step, steps)
@@ -153,7 +153,7 @@ def memory_facts(recording: Recording, step: int | None = None, *, steps: Iterab
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     table = [[piece.rjust(width) for piece, width in zip(row, widths, strict=True)] for row in (head, *rows)]
     slots = len(recording.at(step).blocks) * recording.block_size
-    return Facts("\n".join([f"KV slots of {slots:,} in the pool", *columns(table)]))
+    return TextView("\n".join([f"KV slots of {slots:,} in the pool", *columns(table)]))
 
 
 def _line(point: MemoryPoint) -> str:

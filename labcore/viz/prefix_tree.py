@@ -1,12 +1,11 @@
-"""Prefix tree: what the prefix cache can find, as the tree that its texts make, and under it the pool where it lies.
+"""Prefix tree: the cached blocks as a tree of token prefixes, above the pool that holds them.
 
-    [0]──[1]──[2]      one row a text, one cell a block, each cell named after its block in the pool
-      │    └─[4]       where two texts part, so do their rows
+    [0]──[1]──[2]      one row per text, one cell per block, labelled with the physical block
+      │    └─[4]       rows branch where texts diverge
       └─[6]──[7]
     pool  ▣ ▣ ▣ ▢ ▣ …
 
-The record doesn't say which block comes after which: that is read off the block tables, and remembered for as long as
-the block can be found.
+Flight records have no parent links: the parent of a block is taken from block tables and kept while the block is cached.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from labcore.recorder import BlockState, Recording, Snapshot
-from labcore.viz import cells as grid
-from labcore.viz.figure import NOTHING, Facts, Picture, axis, columns, heading, nothing_recorded, picture
+from labcore.viz.cells import Cells, Grid, block_amount, block_colour, block_hover, block_label, block_line, legend
+from labcore.viz.figure import NOTHING, Figure, TextView, axis, columns, figure, heading, nothing_recorded
 from labcore.viz.style import FAINT, PAPER
 
 MAX_LINES = 40
@@ -26,7 +25,7 @@ AXES = {"xaxis": "x", "yaxis": "y"}
 
 @dataclass(frozen=True)
 class Node:
-    """A block that can be found, and its place: the blocks before it in its text, and the row of that text."""
+    """A cached block with its parent block, its depth in the text, and the row of that text."""
 
     block: BlockState
     parent: int | None
@@ -34,39 +33,39 @@ class Node:
     row: int
 
 
-def prefix_tree(recording: Recording, step: int | None = None) -> Picture:
-    """The tree of findable blocks after a step (the last one when None), above the whole pool.
+def prefix_tree(recording: Recording, step: int | None = None) -> Figure:
+    """The tree of cached blocks after a step (None: the last), above the pool.
 
-    Raises ValueError for a step that was not recorded.
+    Raises ValueError if `step` was not recorded.
     """
     if not recording.steps:
         return nothing_recorded()
     snapshot = recording.at(recording.steps[-1] if step is None else step)
     nodes = tree(recording, snapshot.step)
     rows = 1 + max((node.row for node in nodes), default=0)
-    place = grid.Grid(len(snapshot.blocks), recording.block_size, top=rows + 1)
+    grid = Grid(len(snapshot.blocks), recording.block_size, top=rows + 1)
     traces = [
-        _edges(nodes, place),
-        *_tree_cells(recording, snapshot, nodes, place),
-        *_pool_cells(recording, snapshot, place),
+        _edges(nodes, grid),
+        *_tree_cells(recording, snapshot, nodes, grid),
+        *_pool_cells(recording, snapshot, grid),
     ]
-    layout = _layout(place, 1 + max((node.depth for node in nodes), default=0), headline(nodes))
-    traces += grid.legend(recording.request_ids())
-    return picture(traces, layout, prefix_tree_facts(recording, step))
+    layout = _layout(grid, 1 + max((node.depth for node in nodes), default=0), headline(nodes))
+    traces += legend(recording.request_ids())
+    return figure(traces, layout, prefix_tree_text(recording, step))
 
 
-def prefix_tree_facts(recording: Recording, step: int | None = None) -> Facts:
-    """The tree in words: a line a block, indented under the block before it, with owners and text."""
+def prefix_tree_text(recording: Recording, step: int | None = None) -> TextView:
+    """The tree as text: one line per block, indented under its parent, with owners and text."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
     nodes = tree(recording, snapshot.step)
     table = []
     for node in nodes[:MAX_LINES]:
-        owners, _, _, text, *_ = grid.block_line(recording, snapshot, node.block)
+        owners, _, _, text, *_ = block_line(recording, snapshot, node.block)
         table.append(["   " * node.depth + f"block {node.block.block}", text, owners])
     more = [f"… and {len(nodes) - MAX_LINES} more"] if len(nodes) > MAX_LINES else []
-    return Facts(
+    return TextView(
         "\n".join([f"step {snapshot.step}   {headline(nodes)}", *columns(table), *more] if table else [headline(nodes)])
     )
 
@@ -77,7 +76,7 @@ def headline(nodes: list[Node]) -> str:
 
 
 def tree(recording: Recording, step: int) -> list[Node]:
-    """Every findable block after `step`, parents before children, and the rows of a text's blocks side by side."""
+    """All cached blocks after `step`, parents before children; the blocks of a text share a row."""
     parents = _parents(recording, step)
     blocks = recording.at(step).blocks
     children: dict[int | None, list[int]] = {}
@@ -95,50 +94,50 @@ def tree(recording: Recording, step: int) -> list[Node]:
 
 
 def _parents(recording: Recording, step: int) -> dict[int, int | None]:
-    """Findable block → the block before it in its text, as far as the tables up to `step` have shown."""
+    """Cached block → its parent, as seen in block tables up to `step`."""
     parents: dict[int, int | None] = {}
     for snapshot in recording.snapshots([s for s in recording.steps if s <= step]):
-        findable = {block.block for block in snapshot.blocks if block.hash is not None}
-        parents = {block: parent for block, parent in parents.items() if block in findable}
+        cached = {block.block for block in snapshot.blocks if block.hash is not None}
+        parents = {block: parent for block, parent in parents.items() if block in cached}
         for table in snapshot.tables.values():
-            parents.update((b, a) for a, b in zip([None, *table], table, strict=False) if b in findable)
+            parents.update((b, a) for a, b in zip([None, *table], table, strict=False) if b in cached)
     return parents
 
 
-def _tree_cells(recording: Recording, snapshot: Snapshot, nodes: list[Node], place: grid.Grid) -> list[dict[str, Any]]:
-    bases = [-round((node.row + 1) * place.pitch, 3) for node in nodes]
-    cells = grid.Cells([node.depth for node in nodes], bases, place.block_size, AXES)
+def _tree_cells(recording: Recording, snapshot: Snapshot, nodes: list[Node], grid: Grid) -> list[dict[str, Any]]:
+    bases = [-round((node.row + 1) * grid.pitch, 3) for node in nodes]
+    cells = Cells([node.depth for node in nodes], bases, grid.block_size, AXES)
     labels = [str(node.block.block) for node in nodes]
     return _layers(recording, snapshot, [node.block for node in nodes], cells, labels)
 
 
-def _pool_cells(recording: Recording, snapshot: Snapshot, place: grid.Grid) -> list[dict[str, Any]]:
-    everywhere = range(place.num_blocks)
-    cells = grid.Cells([place.x(i) for i in everywhere], [place.base(i) for i in everywhere], place.block_size, AXES)
-    labels = [grid.block_label(snapshot, block) for block in snapshot.blocks]
+def _pool_cells(recording: Recording, snapshot: Snapshot, grid: Grid) -> list[dict[str, Any]]:
+    everywhere = range(grid.num_blocks)
+    cells = Cells([grid.x(i) for i in everywhere], [grid.base(i) for i in everywhere], grid.block_size, AXES)
+    labels = [block_label(snapshot, block) for block in snapshot.blocks]
     return _layers(recording, snapshot, list(snapshot.blocks), cells, labels)
 
 
 def _layers(
-    recording: Recording, snapshot: Snapshot, blocks: list[BlockState], cells: grid.Cells, labels: list[str]
+    recording: Recording, snapshot: Snapshot, blocks: list[BlockState], cells: Cells, labels: list[str]
 ) -> list[dict[str, Any]]:
     return cells.layers(
-        colours=[grid.block_colour(snapshot, block) for block in blocks],
-        amounts=[grid.block_amount(block) for block in blocks],
+        colours=[block_colour(snapshot, block) for block in blocks],
+        amounts=[block_amount(block) for block in blocks],
         shared=[i for i, block in enumerate(blocks) if block.state == "shared"],
         cached=[i for i, block in enumerate(blocks) if block.state == "cached"],
         labels=labels,
-        hover={"hovertext": [grid.block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"},
+        hover={"hovertext": [block_hover(recording, snapshot, block) for block in blocks], "hoverinfo": "text"},
         size=13 if len(snapshot.blocks) <= 40 else 10,
     )
 
 
-def _edges(nodes: list[Node], place: grid.Grid) -> dict[str, Any]:
-    """Down from the parent's row, then across to the child."""
+def _edges(nodes: list[Node], grid: Grid) -> dict[str, Any]:
+    """Edges: down from the row of the parent, then across to the child."""
     at = {node.block.block: node for node in nodes}
 
     def middle(node: Node) -> float:
-        return round(-(node.row + 1) * place.pitch + place.block_size / 2, 3)
+        return round(-(node.row + 1) * grid.pitch + grid.block_size / 2, 3)
 
     x: list[float | None] = []
     y: list[float | None] = []
@@ -153,23 +152,23 @@ def _edges(nodes: list[Node], place: grid.Grid) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _layout(place: grid.Grid, widest: int, title: str) -> dict[str, Any]:
-    rows = place.top + place.rows
-    notes = {"prefix tree: each cell names its block": 0, "pool: each cell names its owners": place.top}
+def _layout(grid: Grid, widest: int, title: str) -> dict[str, Any]:
+    rows = grid.top + grid.rows
+    notes = {"prefix tree: each cell names its block": 0, "pool: each cell names its owners": grid.top}
     return {
         "height": 150 + max(160, min(760, rows * (46 if rows <= 8 else 34))),
         "barmode": "overlay",
         "title": heading(title),
         "margin": {"t": 44, "l": 30},
         "annotations": [
-            {"text": text, "x": -0.45, "y": round(-row * place.pitch - 0.45 * (place.pitch - place.block_size), 3),
+            {"text": text, "x": -0.45, "y": round(-row * grid.pitch - 0.45 * (grid.pitch - grid.block_size), 3),
              "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 11, "color": FAINT},
              "bgcolor": PAPER, "borderpad": 0}
             for text, row in notes.items()
         ],
-        "xaxis": axis(range=[-0.6, max(widest, place.columns) - 0.4], showgrid=False, showticklabels=False),
+        "xaxis": axis(range=[-0.6, max(widest, grid.columns) - 0.4], showgrid=False, showticklabels=False),
         "yaxis": axis(
-            range=[-rows * place.pitch - 0.1 * place.block_size, 0.4 * place.block_size], showgrid=False,
+            range=[-rows * grid.pitch - 0.1 * grid.block_size, 0.4 * grid.block_size], showgrid=False,
             showticklabels=False,
         ),
     }  # fmt: skip

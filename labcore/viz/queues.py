@@ -1,4 +1,4 @@
-"""Queues: who waits, who runs, who is swapped out; how many over time, and by name at one step."""
+"""Queues: waiting, running and swapped requests; counts over time, and by name at one step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from labcore.recorder import Recording, RequestState, Snapshot
 from labcore.viz.figure import (
     BUDGET,
     NOTHING,
-    Facts,
-    Picture,
+    Figure,
+    TextView,
     axis,
     chosen,
     columns,
+    figure,
     fit,
     heading,
     held,
     nothing_recorded,
-    picture,
     sample,
 )
 from labcore.viz.style import FAINT, INK, SPANS, colour, hatch, letter, safe, short
@@ -35,12 +35,12 @@ def queues(
     *,
     steps: Iterable[int] | None = None,
     budget: int = BUDGET,
-) -> Picture:
-    """The lengths of the queues over time, and below, the requests in each at one step, next one first.
+) -> Figure:
+    """Queue lengths over time; below, the requests of each queue at one step, next one first.
 
-    step    the one shown at first; the last one when None
-    steps   those to draw; all of them, at most 300, when None
-    budget  bytes of notebook that the frames may take; the slider offers a sample then
+    step    shown first; None means the last
+    steps   to draw; None means all, at most 300
+    budget  bytes of a notebook for the frames; slider steps are sampled to fit
     """
     if not recording.steps:
         return nothing_recorded()
@@ -86,7 +86,7 @@ def queues(
             tickvals=[-0.5, -1.5, -2.5], ticktext=list(QUEUES), tickfont={"size": 11, "color": INK},
         ),
     }  # fmt: skip
-    return picture(traces, layout, queues_facts(recording, step), fit(frame, drawn, step, budget), step)
+    return figure(traces, layout, queues_text(recording, step), fit(frame, drawn, step, budget), step)
 
 
 def headline(snapshot: Snapshot) -> str:
@@ -95,8 +95,8 @@ def headline(snapshot: Snapshot) -> str:
     return f"step {snapshot.step}   {said}"
 
 
-def queues_facts(recording: Recording, step: int | None = None) -> Facts:
-    """Who is in which queue after one step (the last when None), next one first, and how far each has come."""
+def queues_text(recording: Recording, step: int | None = None) -> TextView:
+    """Requests of each queue after one step (None: the last), next one first, with their progress."""
     if not recording.steps:
         return NOTHING
     snapshot = recording.at(recording.steps[-1] if step is None else step)
@@ -117,7 +117,7 @@ def queues_facts(recording: Recording, step: int | None = None) -> Facts:
         more = len(snapshot.queues[name]) - MAX_CHIPS
         if more > 0:
             table.append([name, "…", f"and {more} more", "", "", ""])
-    return Facts("\n".join([headline(snapshot), *columns(table)]))
+    return TextView("\n".join([headline(snapshot), *columns(table)]))
 
 
 def _cursor(step: int, most: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _cursor(step: int, most: int) -> dict[str, Any]:
 
 
 def _chips(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One lettered chip a request; what doesn't fit in a row is counted at its end."""
+    """One lettered chip per request; a row that overflows ends with a count."""
     places, more = [], []
     for row, name in enumerate(QUEUES):
         queue = snapshot.queues[name]

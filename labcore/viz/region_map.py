@@ -1,8 +1,8 @@
-"""Slab map: contiguous regions over time, and the holes between them. Drawn in notebook 01.
+"""Region map: contiguous regions of a KV buffer over time, and the holes between them. Drawn in notebook 01.
 
-    slots ▲   ┌──────────────┐            a box is one request's region, as long as it holds it;
-          │   │ reserved  ╱▒▒│ ┌──────┐   shaded up to the tokens that it has stored by then;
-          │   │        ╱▒▒▒▒▒│ │ bo ▒▒│   paper between the boxes is free
+    slots ▲   ┌──────────────┐            box: region of one request while it is resident
+          │   │ reserved  ╱▒▒│ ┌──────┐   shaded: tokens stored so far
+          │   │        ╱▒▒▒▒▒│ │ bo ▒▒│   between the boxes: free
           └───┴──────────────┴─┴──────┴─▶ steps
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import FAINT, INK, SPANS, safe, short
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 6
 
 
-def slab_map(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = ()) -> Picture:
-    """Regions of a slab as boxes, steps to the right and slots upwards; each box shaded as far as tokens fill it.
+def region_map(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = ()) -> Figure:
+    """Regions as boxes over steps (x) and slots (y), each shaded up to its stored tokens.
 
-    names   one a stay; without them boxes have no label
+    names   label of each box; none by default
     """
     stop = max((stay.stop for stay in stays), default=1)
     boxes = [_outline(stay) for stay in stays]
@@ -48,13 +48,13 @@ def slab_map(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = 
         "yaxis": axis("slot", range=[0, num_slots]),
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1, "xanchor": "right"},
     }
-    return picture(traces, layout, slab_facts(stays, num_slots, names))
+    return figure(traces, layout, region_map_text(stays, num_slots, names))
 
 
-def slab_facts(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = ()) -> Facts:
-    """Where everybody lies, if they have names: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
+def region_map_text(stays: Sequence[Residency], num_slots: int, names: Sequence[str] = ()) -> TextView:
+    """With names, the region of each request: `ana   slots 0–7   steps 0–3   5 tokens grow to 8 of 8`.
 
-    Otherwise what is free at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
+    Without, the free slots at a few steps: `step   500   4,768 slots free, 7 holes, the largest 2,100`.
     """
     stop = max((stay.stop for stay in stays), default=0)
     lines = [f"{num_slots:,} slots, {len(stays)} requests, {stop:,} steps"]
@@ -64,7 +64,7 @@ def slab_facts(stays: Sequence[Residency], num_slots: int, names: Sequence[str] 
     if stays and not names:
         steps = sorted({stop * part // NUM_SAMPLES for part in range(NUM_SAMPLES)})
         lines += [_free_at(stays, num_slots, step) for step in steps]
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
 def _free_at(stays: Sequence[Residency], num_slots: int, step: int) -> str:
@@ -87,7 +87,7 @@ def _hover(stay: Residency, name: str) -> str:
 
 
 def _final(stay: Residency) -> int:
-    """Tokens stored in the last step: the last output token is never fed back."""
+    """Tokens stored in the last step; the last output token is not stored."""
     return stay.request.prompt_tokens + stay.stop - stay.start - 1
 
 
@@ -103,7 +103,7 @@ def _filled(stay: Residency) -> list[tuple[int, int]]:
 
 
 def _polygons(shapes: list[list[tuple[int, int]]], name: str, fill: str, pattern: str) -> dict[str, Any]:
-    """Many closed outlines in one trace, parted by gaps: a figure of a hundred boxes stays a few kilobytes."""
+    """Many closed outlines in one trace, separated by None, to keep the figure small."""
     points = [point for shape in shapes for point in [*shape, (None, None)]][:-1]
     trace = {
         "type": "scatter", "mode": "lines", "name": name, "fill": "toself", "fillcolor": fill, "hoverinfo": "skip",

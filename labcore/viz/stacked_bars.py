@@ -1,23 +1,23 @@
-"""Shares: how one whole is divided, a bar for each way of doing it, one under the other."""
+"""Stacked bars: how a whole is divided, one horizontal bar per policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import EMPTY, FAINT, INK, PALETTE, safe, short
 
-# In the order of the parts: what counts comes first, in a solid colour; what is lost follows, patterned or empty.
+# In the order of the parts: used first, in a solid colour; waste after it, patterned or empty.
 LOOKS = ((PALETTE[0], ""), (PALETTE[1], "x"), (EMPTY, "/"), (PALETTE[2], "."), (PALETTE[3], "-"))
 NARROW = 0.045
-"""A share below this has no room for its number inside the bar; the text table has it."""
+"""Smallest share with its number inside the bar; the text view has all numbers."""
 
 
-def shares(rows: Mapping[str, Mapping[str, float]]) -> Picture:
+def stacked_bars(rows: Mapping[str, Mapping[str, float]]) -> Figure:
     """Stacked bars: `rows["paged"]["tokens"]` is the share of tokens under the policy "paged", from 0 to 1.
 
-    All rows have the same parts, five at most, in the same order. Raises ValueError if they don't.
+    All rows have the same parts, at most five, in the same order; otherwise raises ValueError.
     """
     parts = list(next(iter(rows.values()), {}))
     if any(list(row) != parts for row in rows.values()) or len(parts) > len(LOOKS):
@@ -35,17 +35,17 @@ def shares(rows: Mapping[str, Mapping[str, float]]) -> Picture:
             tickfont={"size": 12, "color": INK},
         ),
     }  # fmt: skip
-    return picture(traces, layout, shares_facts(rows))
+    return figure(traces, layout, stacked_bars_text(rows))
 
 
-def shares_facts(rows: Mapping[str, Mapping[str, float]]) -> Facts:
-    """One line a row: `paged   tokens 97.8 %   in last blocks 0.6 %   free 1.7 %`."""
+def stacked_bars_text(rows: Mapping[str, Mapping[str, float]]) -> TextView:
+    """One line per row: `paged   tokens 97.8 %   in last blocks 0.6 %   free 1.7 %`."""
     width = max(map(len, rows), default=0)
     lines = [
         "   ".join([f"{name:{width}}", *(f"{part} {100 * share:5.1f} %" for part, share in row.items())])
         for name, row in rows.items()
     ]
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
 def _bars(rows: Mapping[str, Mapping[str, float]], part: str, colour: str, pattern: str) -> dict[str, Any]:

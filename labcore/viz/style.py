@@ -1,7 +1,7 @@
-"""How the pictures look: one palette, one set of letters, one way to show a name. Colour never speaks alone.
+"""Style of the figures: palette, letters, escaping of names. Colour is always paired with a letter or a pattern.
 
-Fills are Paul Tol's "light" scheme, made for labelled cells with dark text and safe for the common colour blindnesses.
-Every picture brings its own light paper, so that it reads the same in a light and in a dark JupyterLab.
+Fills are Paul Tol's "light" scheme, made for labelled cells with dark text and safe for common colour blindness. Every
+figure has its own light background, so that it looks the same in light and dark JupyterLab.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SPANS = {
 
 
 def hatch(fill: str, shape: str) -> dict[str, Any]:
-    """A pattern in ink over a fill, as plotly wants it for bars and for areas. shape: "", "/", "x", "-", "."."""
+    """Plotly pattern over a fill, for bars and areas. shape: "", "/", "x", "-" or "."."""
     return {"shape": shape, "bgcolor": fill, "fgcolor": INK, "fgopacity": 0.4, "size": 6, "solidity": 0.25}
 
 
 def letter(number: int) -> str:
-    """A … Z, AA, AB, …: what request `number` is called inside a cell."""
+    """A … Z, AA, AB, …: label of request `number` inside a cell."""
     name = ""
     number += 1
     while number:
@@ -44,16 +44,16 @@ def letter(number: int) -> str:
 
 
 def colour(number: int) -> str:
-    """Fill of request `number`; colours repeat after eight, letters don't."""
+    """Fill of request `number`; colours repeat after eight, letters do not."""
     return PALETTE[number % len(PALETTE)]
 
 
 def short(text: str, length: int = 18) -> str:
-    """At most `length` characters on one line, an ellipsis in place of what is cut."""
+    """At most `length` characters on one line, with an ellipsis if cut."""
     text = "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def safe(text: str) -> str:
-    """Text as plotly must be given it to show it as it is: it would read <b>, <a href> and $…$ as markup."""
+    """Escape text for plotly, which interprets <b>, <a href> and $…$ as markup."""
     return escape(text, quote=False).replace("$", "&#36;")

@@ -1,34 +1,34 @@
-"""The facts behind each picture as a short text table: for screen readers, viewers without JavaScript, nbval."""
+"""Text view: the data of each figure as a short table, for screen readers, viewers without JavaScript and nbval."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from labcore.recorder import Recording, Span
-from labcore.viz.block_map import block_map_facts
-from labcore.viz.block_tables import block_tables_facts
-from labcore.viz.figure import Facts
-from labcore.viz.memory import memory_facts
-from labcore.viz.queues import queues_facts
-from labcore.viz.timeline import timeline_facts
+from labcore.viz.block_map import block_map_text
+from labcore.viz.block_tables import block_tables_text
+from labcore.viz.figure import TextView
+from labcore.viz.memory import memory_text
+from labcore.viz.queues import queues_text
+from labcore.viz.timeline import timeline_text
 
-PICTURES = {
-    "block_map": block_map_facts,
-    "block_tables": block_tables_facts,
-    "memory": memory_facts,
-    "queues": queues_facts,
+TEXT_VIEWS = {
+    "block_map": block_map_text,
+    "block_tables": block_tables_text,
+    "memory": memory_text,
+    "queues": queues_text,
 }
 
 
-def describe(run: Recording | Sequence[Span], step: int | None = None, picture: str = "block_map") -> Facts:
-    """What `picture` shows of the run, in words, at `step` (the last one when None). Spans have a timeline only.
+def text_view(run: Recording | Sequence[Span], step: int | None = None, figure: str = "block_map") -> TextView:
+    """The data of `figure` at `step` (None: the last) as text. Spans have a timeline only.
 
-    picture   "block_map", "block_tables", "timeline", "memory" or "queues"
-    Raises ValueError for another picture, or a step that was not recorded.
+    figure   "block_map", "block_tables", "timeline", "memory" or "queues"
+    Raises ValueError for another figure, or a step that was not recorded.
     """
-    if picture == "timeline" or not isinstance(run, Recording):
-        return timeline_facts(run)
-    if picture not in PICTURES:
-        names = ", ".join(map(repr, [*PICTURES, "timeline"]))
-        raise ValueError(f"picture is {picture!r}; it must be one of {names}.")
-    return PICTURES[picture](run, step)
+    if figure == "timeline" or not isinstance(run, Recording):
+        return timeline_text(run)
+    if figure not in TEXT_VIEWS:
+        names = ", ".join(map(repr, [*TEXT_VIEWS, "timeline"]))
+        raise ValueError(f"figure is {figure!r}; it must be one of {names}.")
+    return TEXT_VIEWS[figure](run, step)

@@ -1,4 +1,4 @@
-"""Timeline: what every request was doing, step by step. Static and continuous batching side by side on one scale."""
+"""Timeline: the state of each request over steps; several runs side by side on one scale."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from math import ceil
 from typing import Any
 
 from labcore.recorder import SPAN_STATES, Recording, Span
-from labcore.viz.figure import BUDGET, Facts, Picture, axis, fit, most_frames, picture, sample
+from labcore.viz.figure import BUDGET, Figure, TextView, axis, figure, fit, most_frames, sample
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
 
-Run = Recording | Sequence[Span]
+RecordingOrSpans = Recording | Sequence[Span]
 MAX_TICKS = 40
 MOST_STEPS_NAMED = 12
 
 
 def timeline(
-    *runs: Run, titles: Sequence[str] = (), step: int | None = None, budget: int = BUDGET
-) -> Picture:
-    """Requests over steps, a row each, as coloured, hatched and lettered bars; several runs stand side by side.
+    *runs: RecordingOrSpans, titles: Sequence[str] = (), step: int | None = None, budget: int = BUDGET
+) -> Figure:
+    """Requests over steps, one row each, as coloured, hatched and lettered bars; one panel per run.
 
-    runs     flight records, or lists of `Span` (static batching gives those)
-    titles   one a run
-    step     where the cursor stands at first; the last step when None
-    budget   bytes of notebook that the frames may take; the slider offers a sample then
+    runs     flight records or lists of `Span`
+    titles   one per run
+    step     first position of the cursor; None means the last step
+    budget   bytes of a notebook for the frames; slider steps are sampled to fit
     """
     spans = [spans_of(run) for run in runs]
     titles = [*titles, *[""] * (len(runs) - len(titles))]
@@ -34,7 +34,7 @@ def timeline(
     tallest = max(map(len, names), default=1)
     steps = list(range(int(start), max(int(start) + 1, ceil(stop))))
     step = steps[-1] if step is None else step
-    facts = timeline_facts(*runs, titles=titles)
+    text = timeline_text(*runs, titles=titles)
 
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
@@ -57,7 +57,7 @@ def timeline(
     cut = 18 if len(runs) < 2 else 12
     longest = max((len(short(name, cut)) for rows in names for name in rows), default=0)
     few = float(stop - start).is_integer() and stop - start <= MOST_STEPS_NAMED
-    ticks = {"dtick": 1} if few else {"nticks": MOST_STEPS_NAMED}  # there is no step 1.5
+    ticks = {"dtick": 1} if few else {"nticks": MOST_STEPS_NAMED}  # whole steps only
     gap = 0.03 + 0.009 * longest  # room for the names of every run but the first
     for k, (run, rows) in enumerate(zip(spans, names, strict=True)):
         suffix = "" if k == 0 else str(k + 1)
@@ -78,16 +78,16 @@ def timeline(
         return {"name": str(step), "traces": cursors, "data": moved}
 
     frames = fit(frame, sample(steps, most_frames(budget), step), step, budget)
-    return picture(traces, layout, facts, frames, step)
+    return figure(traces, layout, text, frames, step)
 
 
-def spans_of(run: Run) -> list[Span]:
-    """The spans of a flight record, or the spans themselves."""
+def spans_of(run: RecordingOrSpans) -> list[Span]:
+    """The spans of a flight record, or the given spans."""
     return run.spans() if isinstance(run, Recording) else list(run)
 
 
-def timeline_facts(*runs: Run, titles: Sequence[str] = ()) -> Facts:
-    """Each request's way through the run in one line: `ana   waiting 0–2  prefill 2–3  decode 3–9`."""
+def timeline_text(*runs: RecordingOrSpans, titles: Sequence[str] = ()) -> TextView:
+    """The states of each request in one line: `ana   waiting 0–2  prefill 2–3  decode 3–9`."""
     lines = []
     for k, run in enumerate(runs):
         spans = spans_of(run)
@@ -105,7 +105,7 @@ def timeline_facts(*runs: Run, titles: Sequence[str] = ()) -> Facts:
             lines.append(f"  {short(name):{width}}  {way}")
         if len(rows) > MAX_TICKS:
             lines.append(f"  … and {len(rows) - MAX_TICKS} more")
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
 def _rows(spans: Sequence[Span]) -> list[str]:
@@ -133,7 +133,7 @@ def _bars(spans: Sequence[Span], rows: list[str], suffix: str, used: set[str], f
                 "text": mark,
                 "textposition": "inside",
                 "insidetextanchor": "middle",
-                "width": 0.75,  # left alone, a state with few rows draws fatter bars than its neighbours
+                "width": 0.75,  # otherwise states with few rows get wider bars
                 "textangle": 0,
                 "insidetextfont": {"color": INK, "size": 9},
                 "hovertext": [
@@ -172,7 +172,7 @@ def _row_axis(rows: list[str], tallest: int, anchor: str, cut: int) -> dict[str,
 def _cursor(spans: Sequence[Span], step: int, tallest: int, k: int) -> dict[str, Any]:
     suffix = "" if k == 0 else str(k + 1)
     busy = Counter(span.state for span in spans if span.start <= step < span.stop)
-    said = ", ".join(f"{busy[state]} {state}" for state in SPAN_STATES if busy[state]) or "nobody"
+    said = ", ".join(f"{busy[state]} {state}" for state in SPAN_STATES if busy[state]) or "none"
     return {
         "type": "scatter",
         "mode": "lines",

@@ -1,11 +1,11 @@
-"""Gaps: when each stream's tokens came, a row a stream. A gap that is long stands out as a bar with its length on it.
+"""Token gaps: times between tokens (TBT), one row per stream; a long gap is drawn as a bar with its length.
 
     whole prompts   s0   |  |  |  |▨▨▨▨▨▨▨ 2.3 ▨▨▨▨▨▨▨|  |  |
                     s1   |  |  |  |▨▨▨▨▨▨▨ 2.3 ▨▨▨▨▨▨▨|  |  |
     chunks          s0   |  |  |  |   |   |   |   |  |  |  |
                                ┆ the prompt arrives
 
-A run is plain data, the name of each stream and the times of its tokens: `Recording.token_times` gives them.
+A run maps the name of each stream to the times of its tokens, as `Recording.token_times` returns it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labcore.viz.cdf import percentile
-from labcore.viz.figure import Facts, Picture, axis, picture
+from labcore.viz.figure import Figure, TextView, axis, figure
 from labcore.viz.style import FAINT, INK, SPANS, hatch, safe, short
+from labcore.workload.metrics import percentile
 
-Run = Mapping[str, Sequence[float]]
+TokenTimes = Mapping[str, Sequence[float]]
 MAX_ROWS = 40
 LONG = 2.0
-"""A gap is long from so many times the median gap on."""
+"""Default threshold of a long gap, in median gaps."""
 NARROW = 0.035
-"""A bar below this share of the picture has no room for its length; the words and the pointer have it."""
+"""Smallest share of the width with the length inside the bar; hover and text view have all lengths."""
 
 
-def gaps(
-    *runs: Run,
+def token_gaps(
+    *runs: TokenTimes,
     titles: Sequence[str] = (),
     marks: Sequence[Mapping[str, float]] = (),
     unit: str = "s",
     long: float | None = None,
-) -> Picture:
-    """One panel a run, under each other, on one scale of time; in each, a row a stream and a stroke a token.
+) -> Figure:
+    """One panel per run on a common time axis; one row per stream, one tick per token.
 
     runs     name of a stream → times of its tokens, ascending
-    titles   one a run
-    marks    one a run: what happened at what time, as lines across the panel
+    titles   one per run
+    marks    one per run: event → time, drawn as lines across the panel
     unit     of all times
-    long     length from which a gap is a bar; None is twice the median gap of the first run
-    Raises ValueError if there is no run, or one without any gap.
+    long     threshold of a long gap; None means twice the median gap of the first run
+    Raises ValueError if there is no run, or a run without gaps.
     """
     if not runs or not all(map(lengths, runs)):
         raise ValueError("runs must be at least one, each with a stream of two tokens or more.")
@@ -71,18 +71,18 @@ def gaps(
         layout[f"yaxis{suffix}"] = _rows(run, domain, f"x{suffix}")
         layout["annotations"] += _notes(title, notes, domain, f"x{suffix}", start)
         top = bottom
-    return picture(traces, layout, gaps_facts(*runs, titles=titles, marks=marks, unit=unit, long=long))
+    return figure(traces, layout, token_gaps_text(*runs, titles=titles, marks=marks, unit=unit, long=long))
 
 
-def gaps_facts(
-    *runs: Run,
+def token_gaps_text(
+    *runs: TokenTimes,
     titles: Sequence[str] = (),
     marks: Sequence[Mapping[str, float]] = (),
     unit: str = "s",
     long: float | None = None,
-) -> Facts:
-    """Each run in a line, `10 streams, 430 gaps: median 0.07, P99 2.3, longest 2.3 s; 10 longer than 0.14`, then a line
-    for what happened, and one a stream."""
+) -> TextView:
+    """Each run in a line, `10 streams, 430 gaps: median 0.07, P99 2.3, longest 2.3 s; 10 longer than 0.14`, then one
+    line per mark and one per stream."""
     titles, marks, long = _one_each(runs, titles, marks, long)
     lines = []
     for run, title, notes in zip(runs, titles, marks, strict=True):
@@ -98,23 +98,23 @@ def gaps_facts(
             lines.append(f"  {short(name):{width}}  {_longest(times, unit)}")
         if len(run) > MAX_ROWS:
             lines.append(f"  … and {len(run) - MAX_ROWS} more")
-    return Facts("\n".join(lines))
+    return TextView("\n".join(lines))
 
 
-def lengths(run: Run) -> list[float]:
-    """All gaps between two tokens of a stream, of all streams."""
+def lengths(run: TokenTimes) -> list[float]:
+    """Gaps between consecutive tokens, pooled over all streams."""
     return [after - before for times in run.values() for before, after in pairs(times)]
 
 
 def pairs(times: Sequence[float]) -> list[tuple[float, float]]:
-    """Each token's time with the next one's."""
+    """Times of consecutive tokens, as pairs."""
     return list(zip(times, times[1:], strict=False))
 
 
 def _one_each(
-    runs: Sequence[Run], titles: Sequence[str], marks: Sequence[Mapping[str, float]], long: float | None
+    runs: Sequence[TokenTimes], titles: Sequence[str], marks: Sequence[Mapping[str, float]], long: float | None
 ) -> tuple[list[str], list[Mapping[str, float]], float]:
-    """A title and marks for each run, empty where none were given, and the length from which a gap is long."""
+    """Titles and marks padded to one per run, and the threshold of a long gap."""
     missing_titles, missing_marks = len(runs) - len(titles), len(runs) - len(marks)
     long = LONG * percentile(lengths(runs[0]), 0.5) if long is None else long
     return [*titles, *[""] * missing_titles], [*marks, *[{}] * missing_marks], long
@@ -128,9 +128,9 @@ def _longest(times: Sequence[float], unit: str) -> str:
 
 
 def _panel(
-    run: Run, notes: Mapping[str, float], long: float, unit: str, narrow: float, first: bool
+    run: TokenTimes, notes: Mapping[str, float], long: float, unit: str, narrow: float, first: bool
 ) -> list[dict[str, Any]]:
-    """Bars of the long gaps, strokes of the tokens, lines of what happened."""
+    """Traces of one panel: bars of long gaps, ticks of tokens, lines of marks."""
     bars = [
         (row, before, after)
         for row, times in enumerate(run.values())
@@ -168,7 +168,7 @@ def _panel(
     ]  # fmt: skip
 
 
-def _rows(run: Run, domain: list[float], anchor: str) -> dict[str, Any]:
+def _rows(run: TokenTimes, domain: list[float], anchor: str) -> dict[str, Any]:
     every = -(-max(1, len(run)) // MAX_ROWS)
     shown = range(0, len(run), every)
     names = list(run)
@@ -185,7 +185,7 @@ def _rows(run: Run, domain: list[float], anchor: str) -> dict[str, Any]:
 
 
 def _notes(title: str, notes: Mapping[str, float], domain: list[float], x: str, start: float) -> list[dict[str, Any]]:
-    """What happened, above its line in the panel, and above that the panel's title."""
+    """Labels of the marks above their lines, and the title of the panel above them."""
     plain = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "yref": "paper", "y": domain[1]}
     written = [
         plain | {"text": safe(what), "xref": x, "x": _plain(at), "font": {"size": 11, "color": INK}}

@@ -1,1 +1,1 @@
-"""Requests to measure with: traces, synthetic workloads. Imports no torch."""
+"""Workloads: traces, synthetic requests, metrics. Imports no torch."""

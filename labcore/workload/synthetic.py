@@ -1,4 +1,4 @@
-"""The request log that throughput is measured on: lengths as a chat service sees them, prompts that share nothing."""
+"""Synthetic workload: log-normal lengths as in chat traffic, prompts without common prefixes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are all there at the start. `output_lens[i]` tokens are generated for `prompts[i]`, no end token."""
+    """Requests that all arrive at time 0; `output_lens[i]` tokens are generated for `prompts[i]`, ignoring end tokens."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -24,9 +24,9 @@ class Workload:
 
 
 def lognormal_workload(num_requests: int, vocab_size: int, seed: int = 4) -> Workload:
-    """Log-normal lengths, prompts of 95 tokens and outputs of 57 on average, random token ids.
+    """Log-normal lengths (prompts of 95 tokens, outputs of 57 on average) and random token ids.
 
-    No two prompts begin alike, so a prefix cache finds nothing and every prompt token is computed.
+    No two prompts have a common prefix, so a prefix cache never hits.
     """
     rng = np.random.default_rng(seed)
     prompt_lens = rng.lognormal(mean=4.35, sigma=0.7, size=num_requests).clip(4, 1024).astype(int)

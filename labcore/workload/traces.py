@@ -1,12 +1,12 @@
-"""Request logs: who arrived when, with how many tokens in and out. Grows in notebook 09.
+"""Traces: arrival times, prompt and output lengths of requests. Extended in notebook 09.
 
-`load_trace` reads three formats and tells them apart by their first line:
+`load_trace` reads three formats, recognised by the first line:
 
     ours       arrival_s,prompt_tokens,output_tokens          CSV; `#` lines are comments
     Azure      TIMESTAMP,ContextTokens,GeneratedTokens        CSV of the Azure LLM inference trace 2023
     Mooncake   {"timestamp": ms, "input_length": …, …}        JSONL of the FAST'25 traces, with hash_ids
 
-The course ships two logs in `data/traces/`, made by seeded scripts; real logs are read where you have them.
+Two synthetic traces are in `data/traces/`, made by seeded scripts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 
 CHAT_TRACE = Path(__file__).resolve().parents[2] / "data" / "traces" / "chat.csv"
 CONVERSATION_TRACE = CHAT_TRACE.with_name("conversations.jsonl")
-"""Conversations of several turns, with block hashes."""
+"""Multi-turn conversations, with block hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a request log.
+    """One request of a trace.
 
-    arrival: seconds since the log's first request. prompt_tokens, output_tokens: at least 1 each.
-    block_hashes: one id per 512-token block of the prompt, where the log has them; equal ids mean equal content after
-    an equal beginning.
+    arrival: seconds since the first request. prompt_tokens, output_tokens: at least 1 each.
+    block_hashes: one id per 512-token block of the prompt, if the trace has them; equal ids mean equal content after an
+    equal prefix.
     """
 
     arrival: float
@@ -40,10 +40,10 @@ class TraceRequest:
 
 
 def load_trace(path: str | Path = CHAT_TRACE) -> list[TraceRequest]:
-    """Read a request log, in order of arrival; the first request arrives at 0.
+    """Read a trace, sorted by arrival; the first request arrives at 0.
 
-    path: a file in one of the three formats above; the log that the course ships when left out.
-    Raises FileNotFoundError, and ValueError for an unknown format, an empty log, or a line that can't be true.
+    path: a file in one of the three formats; by default the chat trace of the course.
+    Raises FileNotFoundError, and ValueError for an unknown format, an empty trace or an invalid line.
     """
     path = Path(path)
     if not path.is_file():
@@ -57,7 +57,7 @@ def load_trace(path: str | Path = CHAT_TRACE) -> list[TraceRequest]:
 
 
 def _parse(name: str, lines: list[tuple[int, str]]) -> Iterator[TraceRequest]:
-    """Find the format by the first line, and read the rest with it."""
+    """Parse the lines by the format that the first line indicates."""
     if not lines:
         return
     header = lines[0][1].strip()
@@ -98,7 +98,7 @@ def _from_ours(line: str) -> TraceRequest:
 
 def _from_azure(line: str) -> TraceRequest:
     timestamp, prompt_tokens, output_tokens = _fields(line)
-    # Seven digits of a second are more than fromisoformat takes on Python 3.10.
+    # fromisoformat on Python 3.10 rejects seven decimal places.
     whole, _, fraction = timestamp.partition(".")
     seconds = (datetime.fromisoformat(whole) - datetime(2023, 1, 1)).total_seconds() + float(f"0.{fraction or 0}")
     return TraceRequest(seconds, int(prompt_tokens), int(output_tokens))

@@ -13,19 +13,19 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from labcore.attention.kernels.triton_mode import INTERPRETED  # noqa: E402
 from labcore.attention.sample_batch import Heads, gathered, paged_problem  # noqa: E402
 from labcore.bench.gpu import kernel_figures as gpu_kernels  # noqa: E402
-from labcore.bench.gpu.competitors import rival_results  # noqa: E402
+from labcore.bench.gpu.competitors import competitor_results  # noqa: E402
 from labcore.bench.gpu.engine_figures import engine_results  # noqa: E402
 from labcore.bench.gpu.measurement_plan import EngineSize, Plan, llama_3_1_8b, qwen3_0_6b  # noqa: E402
 from labcore.bench.gpu.run import NO_GPU, goals, measure  # noqa: E402
-from labcore.bench.gpu.timing import Deadline, Times  # noqa: E402
+from labcore.bench.gpu.timing import Deadline, DeviceTimes  # noqa: E402
 from labcore.cli.main import main  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a tiny plan for a machine without a GPU")
 
 
-def one_millisecond(run) -> Times:
+def one_millisecond(run) -> DeviceTimes:
     run()
-    return Times(1.0, 0.9, 1.1)
+    return DeviceTimes(1.0, 0.9, 1.1)
 
 
 def tiny_plan(**changes) -> Plan:
@@ -84,7 +84,7 @@ def test_a_wrong_kernel_is_seen(wrong, monkeypatch):
 def test_what_the_budget_does_not_allow_is_named():
     deadline = Deadline(0)
     report = measure(tiny_plan(engines={}), deadline, lambda _: None)
-    assert report["decode"] == [] and "decode, 2 × 40" in report["left_out"] and "rivals" in report["left_out"]
+    assert report["decode"] == [] and "decode, 2 × 40" in report["left_out"] and "competitors" in report["left_out"]
     assert report["goals"]["share_of_copy"] is None
 
 
@@ -121,8 +121,8 @@ def test_tiles_are_tried_and_a_tile_that_fails_is_a_result():
     assert {row["error"] for row in rows} == {"RuntimeError"}
 
 
-def test_rivals_that_are_not_installed_are_named():
-    assert set(rival_results(tiny_plan()).values()) == {"not installed"}
+def test_competitors_that_are_not_installed_are_named():
+    assert set(competitor_results(tiny_plan()).values()) == {"not installed"}
 
 
 def test_a_problem_holds_its_tokens_and_nan_everywhere_else():

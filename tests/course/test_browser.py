@@ -133,12 +133,12 @@ def test_the_explorer_follows_every_click(tmp_path, smollm2):
 
 
 def test_the_exported_page_works_alone_and_shows_odd_names(tmp_path):
-    from labcore.viz.html_report import write_page
+    from labcore.viz.html_report import write_html_report
 
     engine = ToyEngine(10, 4, budget=10, max_seqs=4, prefix_cache=True)
     for name, length in ((EVIL, 9), ("🦙 " + "y" * 200, 14), ("$\\alpha$", 3)):
         engine.add(name, length, 6)
-    write_page(engine.run().recorder, tmp_path / "run.html", title=EVIL)
+    write_html_report(engine.run().recorder, tmp_path / "run.html", title=EVIL)
     with chromium(offline=True) as watched:
         page = watched.page
         page.goto((tmp_path / "run.html").as_uri())

@@ -261,7 +261,7 @@ def test_a_recorder_that_raises_for_ever_stops_no_request_and_no_later_generate(
             run.llm.generate([[0, 1]], greedy(2))
         assert run.engine.request_ids() == []
         run.engine.check_integrity()
-    run.engine.recorder = None
+    run.engine.recorder = NullRecorder()
     assert_answered(run.llm.generate([[0, 1]], greedy(2))[0], [0, 1], greedy(2))
 
 
@@ -296,7 +296,7 @@ def test_a_step_without_blocks_says_that_they_belong_to_no_request():
         engine.step()
     with pytest.raises(OutOfBlocks):
         engine.step()
-    assert engine.recorder.at().unaccounted == 6 and engine.recorder.at().queues["waiting"] == ["r"]
+    assert engine.recorder.at().leaked == 6 and engine.recorder.at().queues["waiting"] == ["r"]
     engine.pool.free(taken)
     engine.check_integrity()
     while engine.has_unfinished_requests():

@@ -13,7 +13,7 @@ from labcore.bench.gpu import run as gpu
 from labcore.cli.main import main
 from labcore.files.output_file import output_file, whole_file
 from labcore.recorder import Recording
-from labcore.viz.html_report import write_page
+from labcore.viz.html_report import write_html_report
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has other modes and devices")
 
@@ -82,7 +82,7 @@ def test_output_into_a_folder_that_is_not_there_names_the_file(tmp_path):
     assert error.value.filename == str(tmp_path / "no/x")
 
 
-def test_a_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, recorder):
+def test_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, recorder):
     notebook = tmp_path / "02.ipynb"
     notebook.write_text('{"cells": []}')
     with pytest.raises(ValueError, match="02.ipynb is there and is not a labcore flight record"):
@@ -93,16 +93,16 @@ def test_a_flight_record_replaces_an_older_one_and_nothing_else(tmp_path, record
     assert Recording.load(tmp_path / "run.jsonl").steps == recorder.steps
 
 
-def test_a_flight_record_that_cannot_be_written_leaves_the_older_one(tmp_path, recorder, monkeypatch):
+def test_flight_record_that_cannot_be_written_leaves_the_older_one(tmp_path, recorder, monkeypatch):
     recorder.save(tmp_path / "run.jsonl")
     before = (tmp_path / "run.jsonl").read_bytes()
-    monkeypatch.setattr("labcore.recorder.jsonl._packed", lambda record: 1 / 0)
+    monkeypatch.setattr("labcore.recorder.jsonl._to_json", lambda record: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         recorder.save(tmp_path / "run.jsonl")
     assert (tmp_path / "run.jsonl").read_bytes() == before
 
 
-def test_a_page_replaces_an_older_one_and_nothing_else(tmp_path, recorder, capsys):
+def test_html_report_replaces_an_older_one_and_nothing_else(tmp_path, recorder, capsys):
     record, page, thesis = tmp_path / "run.jsonl", tmp_path / "run.html", tmp_path / "thesis.html"
     recorder.save(record)
     thesis.write_text("<!doctype html>\n<title>My thesis</title>")
@@ -110,8 +110,8 @@ def test_a_page_replaces_an_older_one_and_nothing_else(tmp_path, recorder, capsy
     assert main(["trace", str(record), "--html", str(thesis)]) == 2
     assert "thesis.html is there and is not a page that labcore made" in capsys.readouterr().err
     assert thesis.read_text() == before
-    write_page(recorder, page, title="first")
-    write_page(recorder, page, title="second")
+    write_html_report(recorder, page, title="first")
+    write_html_report(recorder, page, title="second")
     assert "<title>second</title>" in page.read_text(encoding="utf-8")
 
 

@@ -72,7 +72,7 @@ def run_and_note(engine: ToyEngine, forks=(), aborts=()) -> list[dict]:
     forks=st.sets(st.integers(1, 30), max_size=2),
     aborts=st.sets(st.integers(1, 30), max_size=2),
 )
-def test_every_snapshot_equals_the_engines_own_state_after_that_step(
+def test_snapshot_equals_the_engines_own_state_after_every_step(
     prompts, num_blocks, budget, num_host_blocks, prefix_cache, forks, aborts
 ):
     engine = ToyEngine(num_blocks, 4, budget, num_host_blocks=num_host_blocks, prefix_cache=prefix_cache)
@@ -83,7 +83,7 @@ def test_every_snapshot_equals_the_engines_own_state_after_that_step(
     for step, note in enumerate(notes, 1):
         snapshot = recorder.at(step)
         assert told(snapshot) == note, step
-        assert snapshot.unaccounted == 0
+        assert snapshot.leaked == 0
     for step in (len(notes), 1):  # and in any order
         if notes:
             assert told(recorder.at(step)) == notes[step - 1]
@@ -101,7 +101,7 @@ def pressed(**kw) -> ToyEngine:
     return engine.run()
 
 
-def test_a_preempted_request_gives_its_blocks_back_and_resumes():
+def test_preemption_frees_the_blocks_and_the_request_resumes():
     recorder = pressed().recorder
     story = [
         event.kind for event in recorder.events() if event.request == "bo" and event.kind not in ("chunk", "token")
@@ -117,7 +117,7 @@ def test_a_preempted_request_gives_its_blocks_back_and_resumes():
     ]  # fmt: skip
 
 
-def test_a_swapped_request_keeps_its_progress_and_its_host_blocks():
+def test_swap_keeps_progress_and_host_blocks():
     recorder = pressed(num_host_blocks=8).recorder
     out, back = (next(e for e in recorder.events() if e.kind == kind) for kind in ("swap_out", "swap_in"))
     bo = recorder.at(out.step).requests["bo"]
@@ -130,7 +130,7 @@ def test_a_swapped_request_keeps_its_progress_and_its_host_blocks():
     ]  # fmt: skip
 
 
-def test_a_fork_shares_every_block_until_it_writes():
+def test_fork_shares_every_block_until_it_writes():
     engine = ToyEngine(12, 4)
     ana = engine.add("ana", 6, 6)
     engine.step()
@@ -145,7 +145,7 @@ def test_a_fork_shares_every_block_until_it_writes():
     assert [after.blocks[i].refcount for i in (0, 1, 2)] == [2, 1, 1]
 
 
-def test_a_request_that_is_forked_within_a_step_owns_its_blocks_from_that_step_on():
+def test_fork_within_a_step_owns_its_blocks_from_that_step_on():
     engine = ToyEngine(12, 4)
     ana = engine.add("ana", 6, 6)
     follower = engine.add("ana/1", 6, 6)
@@ -163,7 +163,7 @@ def test_a_request_that_is_forked_within_a_step_owns_its_blocks_from_that_step_o
     assert [block.refcount for block in engine.recorder.at(1).blocks[:2]] == [2, 2]
 
 
-def test_a_prefix_hit_takes_cached_blocks_back_and_says_so():
+def test_prefix_hit_reuses_cached_blocks_and_is_recorded():
     engine = ToyEngine(8, 4, prefix_cache=True)
     engine.add("ana", range(10), 2)
     engine.run()
@@ -177,7 +177,7 @@ def test_a_prefix_hit_takes_cached_blocks_back_and_says_so():
     assert [e.blocks for e in engine.recorder.events() if e.request == "bo" and e.kind == "share"] == [(0, 1)]
 
 
-def test_a_cached_block_that_is_handed_out_again_is_evicted_first():
+def test_eviction_precedes_the_allocation_of_a_cached_block():
     engine = ToyEngine(3, 4, prefix_cache=True)
     engine.add("ana", range(9), 1)
     engine.run()
@@ -190,7 +190,7 @@ def test_a_cached_block_that_is_handed_out_again_is_evicted_first():
     assert all(block.hash is None or block.tokens[0] >= 50 for block in engine.recorder.at().blocks)
 
 
-def test_every_kind_of_event_is_known_and_carries_its_step_and_time():
+def test_events_have_a_known_kind_a_step_and_a_time():
     seen = set()
     for engine in (pressed(), pressed(num_host_blocks=8), pressed(prefix_cache=True)):
         for event in engine.recorder.events():
@@ -210,7 +210,7 @@ def test_chunks_and_tokens_add_up_to_the_work_that_was_done():
     assert engine.recorder.at(2).scheduled == {"ana": 5}
 
 
-def test_an_abort_between_two_steps_belongs_to_the_next_one():
+def test_abort_between_two_steps_belongs_to_the_next_one():
     engine = ToyEngine()
     ana = engine.add("ana", 5, 9)
     engine.add("bo", 5, 9)
@@ -223,7 +223,7 @@ def test_an_abort_between_two_steps_belongs_to_the_next_one():
     assert (finish.step, finish.detail) == (2, {"reason": "abort"})
 
 
-def test_a_step_that_broke_off_is_closed_and_the_record_goes_on():
+def test_failed_step_is_closed_and_the_record_continues():
     engine = ToyEngine()
     engine.add("ana", 5, 3)
     engine.step_number = 1
@@ -260,7 +260,7 @@ def test_a_step_that_broke_off_while_it_was_planned_is_closed_with_what_it_took(
     assert engine.recorder.steps == [1, 2, 3], "an end without a beginning is a step of its own, and no error"
 
 
-def test_a_step_that_threw_its_work_away_leaves_its_requests_preempted():
+def test_failed_step_leaves_its_requests_preempted():
     engine = ToyEngine()
     ana = engine.add("ana", 5, 3)
     engine.step()
@@ -278,7 +278,7 @@ def test_a_step_that_threw_its_work_away_leaves_its_requests_preempted():
     assert engine.recorder.at().requests == {}
 
 
-def test_a_pool_that_grows_or_hands_out_too_high_an_id_is_recorded_all_the_same():
+def test_pool_that_grows_or_allocates_too_high_an_id_is_recorded():
     engine = ToyEngine(4, 4)
     engine.pool = BlockPool(8, 4, free_order=[7, 6, 5, 4, 3, 2, 1, 0])
     engine.add("ana", 5, 2)
@@ -287,15 +287,15 @@ def test_a_pool_that_grows_or_hands_out_too_high_an_id_is_recorded_all_the_same(
     assert engine.recorder.at(1).blocks[7].owners == (("ana", 0),)
 
 
-def test_blocks_that_no_table_lists_are_counted_as_unaccounted():
+def test_leaked_blocks_are_those_that_no_table_lists():
     engine = ToyEngine()
     engine.add("ana", 5, 2)
     engine.pool.allocate(3)
     engine.step()
-    assert engine.recorder.at(1).unaccounted == 3
+    assert engine.recorder.at(1).leaked == 3
 
 
-def test_tables_driven_by_hand_are_recorded_without_an_engine():
+def test_observe_records_tables_without_an_engine():
     pool, recorder = BlockPool(8, 4), Recorder(8, 4)
     ana = BlockTable(pool)
     ana.append(6)
@@ -314,14 +314,14 @@ def test_tables_driven_by_hand_are_recorded_without_an_engine():
     assert [len(block.tokens) for block in recorder.at(3).blocks[:3]] == [4, 2, 3]
 
 
-def test_a_step_that_was_not_recorded_is_refused_by_name():
+def test_snapshot_of_an_unrecorded_step_is_refused():
     with pytest.raises(ValueError, match="step is 9; recorded steps are none yet"):
         Recorder(4, 4).at(9)
     with pytest.raises(ValueError, match=r"step is 0; recorded steps are 1 … \d+"):
         pressed().recorder.at(0)
 
 
-def test_a_saved_record_reads_back_event_for_event(tmp_path):
+def test_jsonl_reads_back_event_for_event(tmp_path):
     recorder = pressed(num_host_blocks=8, prefix_cache=True, decode=lambda ids: "".join(f"<{i}>" for i in ids)).recorder
     recorder.save(tmp_path / "run.jsonl")
     loaded = Recording.load(tmp_path / "run.jsonl")
@@ -339,14 +339,14 @@ def test_a_saved_record_reads_back_event_for_event(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["🦙" * 3, "x" * 200, "<script>alert(1)</script>", "line\u2028break\n", "\ud800"])
-def test_odd_names_survive_the_file(tmp_path, name):
+def test_jsonl_keeps_odd_names(tmp_path, name):
     engine = ToyEngine()
     engine.add(name, 5, 2)
     engine.run().recorder.save(tmp_path / "run.jsonl")
     assert [span.request_id for span in Recording.load(tmp_path / "run.jsonl").spans()] == [name] * 2
 
 
-def test_files_that_are_not_whole_flight_records_are_refused_in_one_line(tmp_path):
+def test_jsonl_refuses_files_that_are_not_whole_flight_records(tmp_path):
     whole = tmp_path / "run.jsonl"
     pressed().recorder.save(whole)
     lines = whole.read_text().splitlines(keepends=True)
@@ -364,17 +364,19 @@ def test_files_that_are_not_whole_flight_records_are_refused_in_one_line(tmp_pat
     assert "cut short" in refused("".join(lines[:-1]))
     assert "cut short" in refused("".join(lines)[:-40])
     assert "cut short" in refused("".join(lines[:3] + lines[4:]))
-    assert "version 9" in refused(lines[0].replace('"version":1', '"version":9') + "".join(lines[1:]))
+    assert "version 9" in refused(lines[0].replace('"version":2', '"version":9') + "".join(lines[1:]))
+    older = lines[0].replace('"version":2', '"version":1') + "".join(lines[1:])
+    assert "has format version 1, this labcore reads 2" in refused(older)
     assert "line 3" in refused("".join(lines[:2] + ['{"step": 2, "nonsense": 1}\n'] + lines[3:]))
     assert "line 3" in refused("".join(lines[:2] + ["half a li\n"] + lines[3:]))
 
 
-def test_recorder_and_pictures_need_no_torch():
+def test_recorder_and_figures_need_no_torch():
     code = "import sys, labcore.recorder, labcore.viz, labcore.viz.engine_control; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_a_span_knows_its_states_and_its_direction():
+def test_span_refuses_unknown_states_and_negative_lengths():
     assert Span("ana", 0, 2, "idle").stop == 2
     with pytest.raises(ValueError, match="state is 'sleep'"):
         Span("ana", 0, 1, "sleep")
@@ -390,7 +392,7 @@ def busy(steps: int, record: bool = True) -> ToyEngine:
     return engine.run(steps)
 
 
-def test_ten_thousand_steps_of_64_requests_stay_below_50_megabytes(tmp_path):
+def test_recorder_size_of_ten_thousand_steps_is_below_50_megabytes(tmp_path):
     steps = 500
 
     def memory(record: bool) -> tuple[int, ToyEngine]:
@@ -408,7 +410,7 @@ def test_ten_thousand_steps_of_64_requests_stay_below_50_megabytes(tmp_path):
     assert path.stat().st_size * 10_000 / steps < 50e6
 
 
-def test_the_file_is_one_json_object_a_line(tmp_path):
+def test_jsonl_has_one_object_per_line(tmp_path):
     pressed().recorder.save(tmp_path / "run.jsonl")
     header, *steps, end = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
-    assert (header["format"], header["version"], end) == ("labcore-recording", 1, {"end": len(steps)})
+    assert (header["format"], header["version"], end) == ("labcore-recording", 2, {"end": len(steps)})

@@ -9,11 +9,12 @@ from tiny_models import prompt, tiny
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.kvcache.blocks import BlockPool
 from labcore.models import from_model
+from labcore.recorder import Recorder
 from labcore.request import RequestStatus
 
 
 @pytest.mark.parametrize("num_blocks", [64, 20])
-def test_beams_that_are_born_in_mid_step_are_recorded_truly(num_blocks):
+def test_beams_forked_within_a_step_are_recorded_truly(num_blocks):
     """A child arrives with the token that made it; it must not be told twice, nor before the child is known."""
     engine = LLM(from_model(tiny("llama")), block_size=4, record=True, num_blocks=num_blocks, max_num_seqs=5).engine
     engine.add_request("beams", prompt(6), BeamSearchParams(beam_width=4, max_tokens=9, ignore_eos=True))
@@ -37,7 +38,7 @@ def test_beams_that_are_born_in_mid_step_are_recorded_truly(num_blocks):
     ],
     ids=["roomy", "tight and chunked", "by priority", "plain"],
 )
-def test_the_record_is_the_engines_own_state_after_every_step(settings):
+def test_recorder_equals_the_engines_own_state_after_every_step(settings):
     engine = LLM(from_model(tiny("llama")), block_size=4, record=True, max_model_len=64, **settings).engine
     head = prompt(12)
     for i in range(9):
@@ -83,7 +84,7 @@ def test_forks_between_two_steps_are_recorded_truly(settings):
     assert (engine.stats()["num_preemptions"] > 0) == ("num_blocks" in settings)
 
 
-def test_a_step_that_fails_is_recorded_as_the_engine_leaves_it():
+def test_failed_step_is_recorded_as_the_engine_leaves_it():
     engine = LLM(from_model(tiny("llama")), block_size=4, num_blocks=32, record=True).engine
     engine.add_request("r", prompt(9), SamplingParams(temperature=0, max_tokens=6))
     engine.step()
@@ -108,7 +109,7 @@ def test_a_prefix_cache_that_is_reset_is_recorded_as_empty():
     assert_recorded_truly(llm.engine)
 
 
-def test_a_learners_own_pool_is_recorded_without_knowing_of_it():
+def test_custom_pool_is_recorded_without_hooks():
     class Backwards(BlockPool):
         def __init__(self, num_blocks: int, block_size: int) -> None:
             super().__init__(num_blocks, block_size, free_order=range(num_blocks - 1, -1, -1))
@@ -119,11 +120,11 @@ def test_a_learners_own_pool_is_recorded_without_knowing_of_it():
     assert engine.recorder.at(1).tables == {"r": [15, 14, 13]}
 
 
-def test_nothing_is_recorded_unless_asked_for():
-    assert LLM(from_model(tiny("llama")), block_size=4, num_blocks=16).engine.recorder is None
+def test_recording_is_off_by_default():
+    assert not isinstance(LLM(from_model(tiny("llama")), block_size=4, num_blocks=16).engine.recorder, Recorder)
 
 
-def test_a_waiting_request_is_recorded_as_waiting():
+def test_waiting_request_is_recorded_as_waiting():
     engine = LLM(from_model(tiny("llama")), block_size=4, num_blocks=16, record=True, max_num_seqs=1).engine
     for name in ("ana", "bo"):
         engine.add_request(name, prompt(5), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))

@@ -105,7 +105,7 @@ def assert_recorded_truly(engine) -> None:
     for block in snapshot.blocks:
         known = scheduler.prefix_cache.hash_of(block.block)
         assert block.hash == (None if known is None else known.hex())
-    assert snapshot.unaccounted == 0
+    assert snapshot.leaked == 0
 
 
 @contextmanager

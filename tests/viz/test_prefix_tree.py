@@ -20,15 +20,15 @@ def desk():
     return desk
 
 
-def test_where_texts_part_so_do_their_rows(desk):
+def test_prefix_tree_rows_branch_where_texts_diverge(desk):
     places = {node.block.block: (node.parent, node.depth, node.row) for node in tree(desk.film, 2)}
     assert places == {
         0: (None, 0, 0), 1: (0, 1, 0), 2: (1, 2, 0), 3: (2, 3, 0), 4: (1, 2, 1), 6: (0, 1, 2), 7: (6, 2, 2),
     }  # fmt: skip
 
 
-def test_the_words_say_what_the_tree_shows(desk):
-    assert str(prefix_tree(desk.film).facts).splitlines() == [
+def test_prefix_tree_text_says_what_the_tree_shows(desk):
+    assert str(prefix_tree(desk.film).text).splitlines() == [
         "step 2   7 blocks can be found, in 3 texts",
         "block 0           “the ”  ana(0) bo(0) cy(0)",
         "   block 1        “sea ”  ana(1) bo(1)",
@@ -40,14 +40,14 @@ def test_the_words_say_what_the_tree_shows(desk):
     ]
 
 
-def test_every_cell_of_the_tree_is_one_of_the_pool_below_it(desk):
+def test_prefix_tree_cells_are_blocks_of_the_pool_below(desk):
     traces = prefix_tree(desk.film).data_json()["data"]
     names = [trace["text"] for trace in traces if trace["type"] == "bar" and trace.get("text")]
     assert names[0] == ["0", "1", "2", "3", "4", "6", "7"]
     assert names[1][:3] == ["ABC", "AB", "A"] and len(names[1]) == 12
 
 
-def test_the_tree_outlives_its_texts_until_their_blocks_are_handed_out(desk):
+def test_prefix_tree_keeps_cached_blocks_until_eviction(desk):
     desk.run()
     assert {node.block.state for node in tree(desk.film, desk.film.steps[-1])} == {"cached"}
     desk.ask("stranger", "x" * 40)
@@ -58,9 +58,9 @@ def test_the_tree_outlives_its_texts_until_their_blocks_are_handed_out(desk):
     ]  # fmt: skip
 
 
-def test_nothing_recorded_and_nothing_to_find_are_pictures_too():
-    assert prefix_tree(Recorder(4, 4)).facts == "nothing recorded yet"
+def test_prefix_tree_of_an_empty_record_or_cache_is_a_figure():
+    assert prefix_tree(Recorder(4, 4)).text == "nothing recorded yet"
     desk = Desk(num_blocks=4)
     desk.ask("a", "abc")
     desk.step()
-    assert str(prefix_tree(desk.film).facts) == "0 blocks can be found, in 0 texts"
+    assert str(prefix_tree(desk.film).text) == "0 blocks can be found, in 0 texts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from labcore.baseline.naive import simulate_first_fit
-from labcore.viz.region_map import slab_map
+from labcore.viz.region_map import region_map
 from labcore.workload.traces import TraceRequest, load_trace
 
 LOG = [TraceRequest(0, 3, 1), TraceRequest(0, 3, 4), TraceRequest(0, 3, 2)]
@@ -14,7 +14,7 @@ NAMES = ["ana", "bo", "<b>cy</b>"]
 
 def drawn(names=NAMES):
     stays = simulate_first_fit(LOG, num_slots=14, reserve=lambda request: 7)
-    return slab_map(stays, 14, names).data_json()
+    return region_map(stays, 14, names).data_json()
 
 
 def outlines(trace):
@@ -29,7 +29,7 @@ def outlines(trace):
     return shapes
 
 
-def test_a_box_covers_the_region_for_as_long_as_it_is_held():
+def test_region_map_box_covers_the_region_while_resident():
     assert outlines(drawn()["data"][0]) == [
         [(0, 0), (0, 7), (1, 7), (1, 0)],
         [(0, 7), (0, 14), (4, 14), (4, 7)],
@@ -37,13 +37,13 @@ def test_a_box_covers_the_region_for_as_long_as_it_is_held():
     ]
 
 
-def test_the_shading_starts_at_the_prompt_and_ends_with_the_last_stored_token():
+def test_region_map_shading_goes_from_the_prompt_to_the_last_stored_token():
     assert outlines(drawn()["data"][1])[1] == [(0, 7), (0, 10), (4, 13), (4, 7)]
 
 
-def test_the_text_says_what_the_boxes_show():
+def test_region_map_text_says_what_the_boxes_show():
     stays = simulate_first_fit(LOG, num_slots=14, reserve=lambda request: 7)
-    assert repr(slab_map(stays, 14, ["ana", "bo", "cy"]).facts).splitlines() == [
+    assert repr(region_map(stays, 14, ["ana", "bo", "cy"]).text).splitlines() == [
         "14 slots, 3 requests, 4 steps",
         "  ana  slots 0–6   steps 0–0   3 tokens grow to 3 of 7",
         "  bo   slots 7–13   steps 0–3   3 tokens grow to 6 of 7",
@@ -57,17 +57,17 @@ def test_a_name_with_markup_is_shown_and_not_obeyed():
     assert "<b>" not in figure["data"][2]["hovertext"][2]
 
 
-def test_an_empty_slab_and_one_of_many_requests_are_drawn_and_stay_small():
-    assert repr(slab_map([], 12).facts) == "12 slots, 0 requests, 0 steps"
+def test_region_map_of_no_and_of_many_requests_stays_small():
+    assert repr(region_map([], 12).text) == "12 slots, 0 requests, 0 steps"
     stays = simulate_first_fit(load_trace()[:200], 1 << 15, lambda request: request.prompt_tokens + request.output_tokens)
-    figure = slab_map(stays, 1 << 15)
+    figure = region_map(stays, 1 << 15)
     assert len(json.dumps(figure.data_json())) < 60_000
-    assert repr(figure.facts).splitlines()[0] == "32,768 slots, 200 requests, 2,690 steps"
+    assert repr(figure.text).splitlines()[0] == "32,768 slots, 200 requests, 2,690 steps"
 
 
-def test_free_slots_of_a_nameless_slab_are_counted_hole_by_hole():
+def test_region_map_text_counts_free_slots_by_hole():
     stays = simulate_first_fit(LOG, num_slots=14, reserve=lambda request: 5)
-    assert repr(slab_map(stays, 14).facts).splitlines() == [
+    assert repr(region_map(stays, 14).text).splitlines() == [
         "14 slots, 3 requests, 4 steps",
         "  step     0        4 slots free, 1 holes, the largest 4",
         "  step     1        4 slots free, 1 holes, the largest 4",

@@ -11,8 +11,8 @@ from toy_engine import ToyEngine
 
 from labcore import LLM, SamplingParams
 from labcore.models import from_model
-from labcore.viz import block_map, describe, explore
-from labcore.viz.engine_control import Session
+from labcore.viz import block_map, explore, text_view
+from labcore.viz.engine_control import EngineControl
 from labcore.viz.explorer import VIEWS, Explorer
 from labcore.viz.figure import PLOTLY_MIME
 
@@ -48,7 +48,7 @@ def drawn(panel: Explorer) -> dict:
     return output["data"][PLOTLY_MIME]
 
 
-def test_submit_step_fork_and_abort_show_in_the_panel():
+def test_explorer_shows_submit_step_fork_and_abort():
     panel = explore(llm())
     press = buttons(panel)
     assert "nothing recorded yet" in words(panel)
@@ -67,34 +67,34 @@ def test_submit_step_fork_and_abort_show_in_the_panel():
     assert panel.target.options == ("r1-fork2",)
     press["step"].click()
     assert "r1(0)" not in words(panel)
-    panel.session.engine.check_integrity()
+    panel.control.engine.check_integrity()
 
 
-def test_a_fork_begins_with_every_block_and_all_the_words_of_its_parent():
+def test_fork_begins_with_every_block_and_token_of_its_parent():
     made = llm()
-    session = Session(made)
-    session.submit("abcdef")
-    session.step()
-    session.step()
+    control = EngineControl(made)
+    control.submit("abcdef")
+    control.step()
+    control.step()
     free = made.engine.pool.num_free
-    child = session.fork("r1")
-    told = session.recorder.at()
+    child = control.fork("r1")
+    told = control.recorder.at()
     assert made.engine.pool.num_free == free
     assert told.tables["r1"] == told.tables[child] and [told.blocks[b].refcount for b in told.tables[child]] == [2, 2]
     assert told.requests[child].token_ids == told.requests["r1"].token_ids
-    session.step()
-    (copy,) = [event for event in session.recorder.events() if event.kind == "copy_on_write"]
+    control.step()
+    (copy,) = [event for event in control.recorder.events() if event.kind == "copy_on_write"]
     assert copy.step == 3 and copy.request == "r1"
-    while session.step():
+    while control.step():
         made.engine.check_integrity()
     said = {"r1": [], child: []}
-    for event in session.recorder.events():
+    for event in control.recorder.events():
         if event.kind == "token":
             said[event.request].append(event.detail["token"])
     assert len(said["r1"]) == 16 and len(said[child]) == 14 and said["r1"][2:] != said[child]
 
 
-def test_the_figure_is_the_notebooks_own_without_its_slider():
+def test_explorer_draws_the_notebooks_figure_without_its_slider():
     panel = explore(llm())
     buttons(panel)["submit"].click()
     buttons(panel)["step"].click()
@@ -103,18 +103,18 @@ def test_the_figure_is_the_notebooks_own_without_its_slider():
     assert "sliders" not in shown["layout"] and "updatemenus" not in shown["layout"]
 
 
-def test_every_view_draws_and_says_the_same_facts():
+def test_explorer_views_draw_and_have_the_same_text():
     panel = explore(llm())
     buttons(panel)["submit"].click()
     for _ in range(3):
         buttons(panel)["step"].click()
     for view, (name, _) in VIEWS.items():
         panel.view.value = view
-        assert describe(panel.recording, 3, name).splitlines()[0] in words(panel)
+        assert text_view(panel.recording, 3, name).splitlines()[0] in words(panel)
         assert drawn(panel)["data"]
 
 
-def test_fifty_quick_clicks_leave_one_figure_and_no_stale_text():
+def test_explorer_clicks_leave_one_figure_and_no_stale_text():
     panel = explore(llm())
     for _ in range(3):
         buttons(panel)["submit"].click()
@@ -127,7 +127,7 @@ def test_fifty_quick_clicks_leave_one_figure_and_no_stale_text():
     assert "nothing to do" in panel.message.value
 
 
-def test_errors_are_said_in_plain_words_and_go_away_when_mended():
+def test_explorer_errors_are_shown_until_the_next_success():
     panel = explore(llm())
     press = buttons(panel)
     panel.prompt.value = ""
@@ -151,7 +151,7 @@ def test_errors_are_said_in_plain_words_and_go_away_when_mended():
     assert "is not being served" in panel.message.value
 
 
-def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
+def test_explorer_shrunk_pool_stops_the_run_until_blocks_return():
     made = llm()
     panel = explore(made)
     press = buttons(panel)
@@ -159,7 +159,7 @@ def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
     press["take away"].click()
     press["submit"].click()
     press["step"].click()
-    assert "nobody fits into what is left of the pool" in panel.message.value
+    assert "no request fits into the remaining blocks" in panel.message.value
     assert "15 taken by no request" in words(panel)
     press["give back"].click()
     press["step"].click()
@@ -167,7 +167,7 @@ def test_a_shrunk_pool_stops_the_run_and_blocks_given_back_mend_it():
     made.engine.check_integrity()
 
 
-def test_run_goes_on_to_the_end_and_pause_stops_it():
+def test_explorer_run_goes_to_the_end_and_pause_stops_it():
     async def scene() -> None:
         panel = explore(llm())
         press = buttons(panel)
@@ -177,16 +177,16 @@ def test_run_goes_on_to_the_end_and_pause_stops_it():
         await asyncio.sleep(0)
         press["pause"].click()
         stopped = len(panel.recording.steps)
-        assert stopped >= 1 and panel.session.is_busy
+        assert stopped >= 1 and panel.control.is_busy
         await asyncio.sleep(0.05)
         assert len(panel.recording.steps) == stopped
         await panel.run()
-        assert not panel.session.is_busy and len(panel.recording.steps) == 16
+        assert not panel.control.is_busy and len(panel.recording.steps) == 16
 
     asyncio.run(scene())
 
 
-def test_looking_back_is_not_disturbed_by_new_steps():
+def test_explorer_slider_stays_on_an_earlier_step():
     panel = explore(llm())
     press = buttons(panel)
     press["submit"].click()
@@ -198,19 +198,19 @@ def test_looking_back_is_not_disturbed_by_new_steps():
     assert panel.step_slider.value == 2 and panel.step_slider.max == 5
 
 
-def test_running_the_cell_again_leaves_one_panel():
+def test_explorer_cell_run_again_leaves_one_panel():
     made = llm()
     first = explore(made)
     buttons(first)["submit"].click()
     buttons(first)["take away"].click()
     second = explore(made)
     assert first.comm is None, "the first panel has left the page"
-    assert second.comm is not None and second.session.num_taken == 0
+    assert second.comm is not None and second.control.num_taken == 0
     assert made.engine.pool.num_free == 16, "and has given back what it had taken"
     assert explore(llm()).comm is not None and second.comm is not None, "another engine has a panel of its own"
 
 
-def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
+def test_explorer_without_a_kernel_is_text_and_a_figure_that_steps():
     panel = explore(llm())
     bundle = panel._repr_mimebundle_()
     assert bundle["text/plain"] == "explorer (run the cell for the live panel)\nnothing recorded yet"
@@ -223,39 +223,39 @@ def test_a_panel_without_a_kernel_is_words_and_a_picture_that_steps():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_panel_opens_with_the_view_that_is_asked_for_and_stores_that_one(view):
+def test_explorer_opens_with_and_stores_the_given_view(view):
     name, make = VIEWS[view]
     made = llm()
     assert explore(made, view)._repr_mimebundle_()["text/plain"].endswith("nothing recorded yet")
     made.generate([prompt(6), prompt(9)], SamplingParams(temperature=0, max_tokens=4))
     panel = explore(made, view)
-    assert panel.view.value == view and describe(made.engine.recorder, 4, name).splitlines()[0] in words(panel)
+    assert panel.view.value == view and text_view(made.engine.recorder, 4, name).splitlines()[0] in words(panel)
     bundle = panel._repr_mimebundle_()
     assert bundle[PLOTLY_MIME]["data"] == make(made.engine.recorder).data_json()["data"]
-    assert bundle["text/plain"].splitlines()[1] == describe(made.engine.recorder, picture=name).splitlines()[0]
+    assert bundle["text/plain"].splitlines()[1] == text_view(made.engine.recorder, figure=name).splitlines()[0]
 
 
-def test_a_view_that_there_is_not_is_refused_by_name():
+def test_explorer_refuses_an_unknown_view():
     with pytest.raises(ValueError, match="view is 'map'; it must be one of 'block map', 'tables', 'timeline'"):
         explore(llm(), "map")
 
 
-def test_several_continuations_are_aborted_together():
-    session = Session(llm())
-    session.submit("abcd", max_tokens=8, n=3)
-    session.step()
-    names = list(session.recorder.at().requests)
+def test_abort_ends_all_samples_of_a_prompt():
+    control = EngineControl(llm())
+    control.submit("abcd", max_tokens=8, n=3)
+    control.step()
+    names = list(control.recorder.at().requests)
     assert len(names) == 3
-    session.abort(names[1])
-    assert session.recorder.at().requests == {} and not session.is_busy
+    control.abort(names[1])
+    assert control.recorder.at().requests == {} and not control.is_busy
 
 
-def test_an_llm_without_a_record_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"make it with LLM\(…, record=True\)"):
+def test_explorer_refuses_an_llm_without_a_record():
+    with pytest.raises(ValueError, match=r"create it with LLM\(…, record=True\)"):
         explore(llm(record=False))
 
 
-def test_a_record_alone_is_shown_without_buttons_and_odd_names_are_text():
+def test_explorer_of_a_record_has_no_buttons_and_escapes_names():
     engine = ToyEngine()
     engine.add("<img src=x onerror=alert(1)>", 5, 3)
     panel = explore(engine.run().recorder)
@@ -265,7 +265,7 @@ def test_a_record_alone_is_shown_without_buttons_and_odd_names_are_text():
     assert "<img" not in words(panel) and "&lt;img src=x" in words(panel)
 
 
-def test_whatever_a_learners_part_raises_the_panel_lives_on():
+def test_explorer_survives_any_error_of_a_custom_part():
     made = llm()
     panel = explore(made)
     buttons(panel)["submit"].click()
@@ -277,10 +277,10 @@ def test_whatever_a_learners_part_raises_the_panel_lives_on():
     assert panel.message.value == "" and "owned" in words(panel)
 
 
-def test_a_session_serves_beside_requests_added_by_hand():
+def test_engine_control_serves_beside_requests_added_by_hand():
     made = llm()
-    session = Session(made)
+    control = EngineControl(made)
     made.engine.add_request("mine", prompt(5), SamplingParams(max_tokens=2, temperature=0))
-    session.submit("abc")
-    session.step()
-    assert list(session.recorder.at().requests) == ["mine", "r1"]
+    control.submit("abc")
+    control.step()
+    assert list(control.recorder.at().requests) == ["mine", "r1"]

@@ -11,7 +11,7 @@ from toy_engine import ToyEngine
 
 from labcore.cli.main import main
 from labcore.recorder import Recording
-from labcore.viz.html_report import event_line, page
+from labcore.viz.html_report import event_line, html_report
 
 EVIL = "</script><script>alert(1)</script>"
 
@@ -30,8 +30,8 @@ def file(recorder, tmp_path):
     return str(tmp_path / "run.jsonl")
 
 
-def test_the_page_holds_every_picture_with_a_frame_for_every_step(recorder):
-    html = page(recorder, title=EVIL)
+def test_html_report_holds_every_figure_with_a_frame_for_every_step(recorder):
+    html = html_report(recorder, title=EVIL)
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S).group(1))
     assert data["steps"] == recorder.steps
     for picture in data["pictures"]:
@@ -42,15 +42,15 @@ def test_the_page_holds_every_picture_with_a_frame_for_every_step(recorder):
     assert [line.split()[0] for line in data["events"]["1"]] == [event.kind for event in recorder.events(1)]
 
 
-def test_the_page_loads_nothing_and_runs_no_name(recorder):
-    html = page(recorder, title=EVIL)
+def test_html_report_loads_nothing_and_runs_no_name(recorder):
+    html = html_report(recorder, title=EVIL)
     own = re.sub(r"<script>/\*\*.*?</script>", "", html, flags=re.S)  # without plotly.js
     assert "Content-Security-Policy" in html and "default-src 'none'" in html
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", own)
     assert EVIL not in html and "&lt;/script&gt;" in html
 
 
-def test_events_are_told_in_words(recorder):
+def test_html_report_events_are_lines_of_text(recorder):
     lines = [event_line(recorder, event) for event in recorder.events()]
     assert "arrive         ana  prompt 9  priority 0  max_tokens 8" in lines
     assert "allocate       ana  [0, 1, 2]" in lines
@@ -69,7 +69,7 @@ def test_trace_tells_about_a_record(file, recorder, capsys):
     assert [block["state"] for block in state["blocks"]] == [block.state for block in recorder.at(2).blocks]
 
 
-def test_trace_writes_the_page(file, tmp_path, capsys):
+def test_trace_writes_the_html_report(file, tmp_path, capsys):
     out = tmp_path / "run.html"
     assert main(["trace", file, "--html", str(out)]) == 0
     assert "run.html" in capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_what_trace_cannot_do_it_says_in_one_line(file, capsys, arguments, messa
     assert message in error and error.count("\n") == 1 and out == ""
 
 
-def test_trace_never_writes_over_the_record_or_half_a_page(file, tmp_path, capsys):
+def test_trace_never_writes_over_the_record_or_half_a_html_report(file, tmp_path, capsys):
     record = Path(file).read_bytes()
     assert main(["trace", file, "--html", file]) == 2
     assert "the record itself" in capsys.readouterr().err and Path(file).read_bytes() == record
@@ -104,12 +104,12 @@ def test_trace_never_writes_over_the_record_or_half_a_page(file, tmp_path, capsy
 @pytest.mark.parametrize(
     ("there", "instead"),
     [
-        ('"work":[0,', '"work":[77,'),
+        ('"chunks":[0,', '"chunks":[77,'),
         ('["arrive",0', '["arrive",9'),
     ],
 )
 @pytest.mark.parametrize("arguments", [[], ["--json"], ["--html", "never.html"]])
-def test_a_record_that_contradicts_itself_is_refused_in_one_line(file, capsys, there, instead, arguments):
+def test_trace_refuses_a_record_that_contradicts_itself(file, capsys, there, instead, arguments):
     text = Path(file).read_text()
     assert there in text
     Path(file).write_text(text.replace(there, instead))
@@ -119,20 +119,20 @@ def test_a_record_that_contradicts_itself_is_refused_in_one_line(file, capsys, t
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["--html", "never.html"], ["--step", "2"]])
-def test_a_record_of_more_blocks_than_it_has_is_refused_where_they_matter(file, capsys, arguments):
+def test_trace_refuses_a_record_with_missing_blocks(file, capsys, arguments):
     Path(file).write_text(Path(file).read_text().replace('"num_blocks":10', '"num_blocks":2'))
     assert main(["trace", file, *arguments]) == 2
     assert "contradicts itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("instead", ['"num_blocks":"x"', '"num_blocks":0', '"num_blocks":null'])
-def test_a_header_that_is_no_size_is_refused(file, capsys, instead):
+def test_trace_refuses_a_header_without_a_size(file, capsys, instead):
     Path(file).write_text(Path(file).read_text().replace('"num_blocks":10', instead))
     assert main(["trace", file]) == 2
     assert "num_blocks is" in capsys.readouterr().err
 
 
-def test_what_came_after_the_last_step_is_no_step_of_its_own_when_read_back(tmp_path, capsys):
+def test_trace_keeps_events_after_the_last_step_pending(tmp_path, capsys):
     engine = ToyEngine()
     engine.add("early", 5, 3)
     engine.run()
@@ -146,7 +146,7 @@ def test_what_came_after_the_last_step_is_no_step_of_its_own_when_read_back(tmp_
     assert json.loads(capsys.readouterr().out)["steps"] == len(steps)
 
 
-def test_files_that_are_no_record_are_refused(tmp_path, capsys):
+def test_trace_refuses_files_that_are_no_record(tmp_path, capsys):
     path = tmp_path / "notes.txt"
     path.write_text("hello")
     assert main(["trace", str(path)]) == 2

@@ -15,7 +15,7 @@ from labcore.viz.figure import PLOTLY_MIME
 SETUP = """
 from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.recorder import Recorder
-from labcore.viz import block_map, block_tables, describe, explore, memory, queues, timeline
+from labcore.viz import block_map, block_tables, explore, memory, queues, text_view, timeline
 pool, recorder = BlockPool(8, 4), Recorder(8, 4, max_model_len=16)
 ana = BlockTable(pool)
 for _ in range(4):
@@ -24,7 +24,7 @@ for _ in range(4):
 """
 CELLS = [
     SETUP, "block_map(recorder)", "block_tables(recorder)", "timeline(recorder)", "memory(recorder)",
-    "queues(recorder)", "describe(recorder, 2)", "explore(recorder)",
+    "queues(recorder)", "text_view(recorder, 2)", "explore(recorder)",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def notebook() -> nbformat.NotebookNode:
     return executed()
 
 
-def test_each_picture_is_one_output_of_plotly_json_and_words(notebook):
+def test_figure_is_one_output_of_plotly_json_and_text(notebook):
     for cell in notebook.cells[1:6]:
         (output,) = cell.outputs
         assert output.output_type == "execute_result"
@@ -51,7 +51,7 @@ def test_each_picture_is_one_output_of_plotly_json_and_words(notebook):
     assert "plotly.js" not in json.dumps(notebook) and "widgets" not in notebook.metadata
 
 
-def test_words_are_shown_as_they_are(notebook):
+def test_text_view_is_shown_as_it_is(notebook):
     (output,) = notebook.cells[6].outputs
     assert output.data["text/plain"].splitlines() == [
         "step 2   8 blocks: 2 owned, 0 shared, 0 cached, 6 free",
@@ -60,13 +60,13 @@ def test_words_are_shown_as_they_are(notebook):
     ]
 
 
-def test_a_second_run_stores_the_same(notebook):
+def test_figure_is_stored_the_same_in_a_second_run(notebook):
     again = executed()
     for first, second in zip(notebook.cells[1:7], again.cells[1:7], strict=True):
         assert first.outputs == second.outputs
 
 
-def test_the_explorer_stores_a_picture_that_steps_and_its_words_beside_its_view(notebook):
+def test_explorer_stores_a_figure_that_steps_and_its_text(notebook):
     (output,) = notebook.cells[7].outputs
     assert output.data[PLOTLY_MIME] == notebook.cells[1].outputs[0].data[PLOTLY_MIME]
     assert len(output.data[PLOTLY_MIME]["frames"]) == 4
@@ -75,7 +75,7 @@ def test_the_explorer_stores_a_picture_that_steps_and_its_words_beside_its_view(
     assert second.startswith("step 4   8 blocks: 3 owned")
 
 
-def test_an_html_export_warns_of_nothing_and_shows_every_picture_as_words(notebook):
+def test_figure_is_text_in_an_html_export_without_warnings(notebook):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         html, _ = HTMLExporter().from_notebook_node(notebook)

@@ -11,7 +11,7 @@ from figure_data import at_step, merged, typed_arrays, values
 from toy_engine import ToyEngine
 
 from labcore.recorder import Recorder, Recording, Span
-from labcore.viz import block_map, block_tables, describe, memory, queues, timeline
+from labcore.viz import block_map, block_tables, memory, queues, text_view, timeline
 from labcore.viz.figure import BUDGET, PLOTLY_MIME, sample, stored_size
 from labcore.viz.memory import BANDS, memory_point
 from labcore.viz.style import PALETTE, SPANS, colour, letter, safe, short
@@ -56,7 +56,7 @@ def labels(cells: dict, letters: dict) -> list[str]:
     return [text or on_top.get(x, "") for x, text in zip(cells["x"], cells["text"], strict=True)]
 
 
-def test_the_block_map_shows_owner_fill_and_state_of_every_block_at_every_step(recording):
+def test_block_map_shows_owner_fill_and_state_of_every_block_at_every_step(recording):
     figure = block_map(recording).data_json()
     assert [frame["name"] for frame in figure["frames"]] == [str(step) for step in recording.steps]
     seen = set()
@@ -87,7 +87,7 @@ def test_the_block_map_shows_owner_fill_and_state_of_every_block_at_every_step(r
     assert seen == {"free", "cached", "owned", "shared"}
 
 
-def test_block_7_is_owned_by_request_2_at_the_step_that_says_so():
+def test_block_map_shows_the_owner_of_block_7():
     engine = ToyEngine(10, 4, budget=64)
     for prompt in (9, 10, 9):
         engine.add(f"request {engine.step_number + len(engine.waiting)}", prompt, 3)
@@ -97,7 +97,7 @@ def test_block_7_is_owned_by_request_2_at_the_step_that_says_so():
     assert "request 2, logical block 1" in values(cells["hovertext"])[7]
 
 
-def test_the_first_picture_and_its_slider_stand_at_the_step_that_was_asked_for(recording):
+def test_figure_and_slider_start_at_the_given_step(recording):
     for draw in PICTURES:
         figure = draw(recording, step=3).data_json()
         slider = figure["layout"]["sliders"][0]
@@ -134,8 +134,8 @@ def test_block_tables_names_every_entry_and_points_to_its_block(recording):
         assert ticks[: len(tables)] == names
 
 
-def test_long_and_many_tables_are_shortened_and_say_so(large):
-    facts = describe(large, 150, "block_tables")
+def test_block_tables_shorten_long_and_many_tables(large):
+    facts = text_view(large, 150, "block_tables")
     figure = block_tables(large, 150, steps=[150]).data_json()
     assert "… and 32 more" in figure["layout"]["yaxis"]["ticktext"]
     assert "…" in facts and "40 tables list" in facts
@@ -143,12 +143,12 @@ def test_long_and_many_tables_are_shortened_and_say_so(large):
 
 
 @pytest.mark.parametrize(("stop", "ticks"), [(1, "dtick"), (5, "dtick"), (12, "dtick"), (13, "nticks"), (2.5, "nticks")])
-def test_a_short_timeline_names_whole_steps_only(stop, ticks):
+def test_timeline_of_few_steps_labels_whole_steps_only(stop, ticks):
     axis = timeline([Span("ana", 0, stop, "decode")]).data_json()["layout"]["xaxis"]
     assert ticks in axis and axis[ticks] == {"dtick": 1, "nticks": 12}[ticks]
 
 
-def test_the_timeline_holds_every_span_once():
+def test_timeline_holds_every_span_once():
     recording = small()
     figure = timeline(recording).data_json()
     drawn = set()
@@ -162,14 +162,14 @@ def test_the_timeline_holds_every_span_once():
     assert {state for *_, state in drawn} >= {"waiting", "prefill", "decode", "preempted"}
 
 
-def test_runs_stand_side_by_side_on_one_scale(recording):
+def test_timeline_runs_share_one_scale(recording):
     static = [Span("ana", 0, 4, "prefill"), Span("ana", 4, 30, "decode"), Span("bo", 4, 30, "idle")]
     picture = timeline(static, recording, titles=["static", "continuous"])
     layout = picture.data_json()["layout"]
     assert layout["xaxis"]["range"] == layout["xaxis2"]["range"] == [0, 30]
     assert layout["xaxis"]["domain"][1] < layout["xaxis2"]["domain"][0]
     assert [note["text"] for note in layout["annotations"]] == ["<b>static</b>", "<b>continuous</b>"]
-    assert picture.facts.startswith("static: 2 requests") and "\ncontinuous: 4 requests" in picture.facts
+    assert picture.text.startswith("static: 2 requests") and "\ncontinuous: 4 requests" in picture.text
     seconds = timeline([Span("ana", 0.25, 1.5, "decode")]).data_json()
     assert [bar["x"] for bar in seconds["data"] if bar["type"] == "bar"] == [[1.25]]
 
@@ -189,7 +189,7 @@ def test_memory_bands_add_up_to_the_pool_and_to_what_the_blocks_hold(recording):
     assert dashed["y"][0] == 64 * len(recording.at(1).queues["running"])
 
 
-def test_queues_show_who_waits_and_who_runs(recording):
+def test_queues_show_waiting_and_running_requests(recording):
     figure = queues(recording).data_json()
     for index, step in enumerate(recording.steps):
         snapshot = recording.at(step)
@@ -201,12 +201,12 @@ def test_queues_show_who_waits_and_who_runs(recording):
             assert trace["y"][index] == len(snapshot.queues[name])
 
 
-def test_every_event_of_the_record_leaves_its_mark():
+def test_figures_show_every_event_of_the_record():
     """Swapped and preempted requests, copies and evictions included."""
     swapped = small(num_host_blocks=12)
-    assert any("swapped" in line for line in describe(swapped, picture="timeline").splitlines())
+    assert any("swapped" in line for line in text_view(swapped, figure="timeline").splitlines())
     out = next(event for event in swapped.events() if event.kind == "swap_out")
-    assert [line.split()[2] for line in describe(swapped, out.step, "queues").splitlines() if line[:4] == "swap"] == [
+    assert [line.split()[2] for line in text_view(swapped, out.step, "queues").splitlines() if line[:4] == "swap"] == [
         out.request
     ]
     engine = ToyEngine(12, 4)
@@ -214,25 +214,25 @@ def test_every_event_of_the_record_leaves_its_mark():
     engine.step()
     engine.fork(ana, "ana/1")
     engine.step()
-    assert "refcount 2" in describe(engine.recorder, 2)
+    assert "refcount 2" in text_view(engine.recorder, 2)
     assert engine.recorder.at(2).tables == {"ana": [0, 2], "ana/1": [0, 1]}
     figure = block_map(engine.recorder, 2).data_json()
     assert labels(*figure["data"][0:4:3])[:3] == ["AB", "B", "A"]
 
 
 @pytest.mark.parametrize("draw", PICTURES)
-def test_an_empty_run_and_a_single_request_are_pictures_too(draw):
+def test_figure_of_an_empty_run_and_of_a_single_request(draw):
     empty = draw(Recorder(4, 4))
-    assert empty.facts in ("nothing recorded yet", "0 requests, ends at 0; request-steps: none")
+    assert empty.text in ("nothing recorded yet", "0 requests, ends at 0; request-steps: none")
     json.dumps(empty.data_json())
     engine = ToyEngine(4, 4)
     engine.add("solo", 3, 1)
     picture = draw(engine.run().recorder)
-    assert picture.facts and json.dumps(picture.data_json())
+    assert picture.text and json.dumps(picture.data_json())
 
 
 @pytest.mark.parametrize("draw", PICTURES)
-def test_odd_names_are_shown_and_never_reach_plotly_as_markup(draw):
+def test_figure_escapes_odd_names(draw):
     engine = ToyEngine(40, 4, max_seqs=12)
     for name in ODD_NAMES:
         engine.add(name, 5, 3)
@@ -242,12 +242,12 @@ def test_odd_names_are_shown_and_never_reach_plotly_as_markup(draw):
     drawn = json.dumps(figure, ensure_ascii=False)
     for markup in ("<script", "</script", "<b>bold", "$\\\\alpha$", "line\\nbreak", "x" * 61):
         assert markup not in drawn
-    assert picture.facts and "\u2028" not in picture.facts
+    assert picture.text and "\u2028" not in picture.text
     assert not any("<script" in str(trace.get("hovertemplate")) for trace in figure["data"])
 
 
 @pytest.mark.parametrize("draw", PICTURES)
-def test_drawing_twice_gives_the_same_bytes_and_no_ids(draw):
+def test_figure_drawn_twice_has_the_same_bytes_and_no_ids(draw):
     first, second = (json.dumps(draw(small(clock=iter_clock(seed))).data_json()) for seed in (1, 2))
     assert first == second
     assert '"uid"' not in first
@@ -260,12 +260,12 @@ def iter_clock(seed: int):
 
 
 @pytest.mark.parametrize("draw", PICTURES)
-def test_a_picture_is_stored_as_plotly_json_and_as_its_facts(draw, recording):
+def test_figure_is_stored_as_plotly_json_and_text(draw, recording):
     picture = draw(recording)
     assert isinstance(picture, go.Figure)
     bundle = picture._repr_mimebundle_()
     assert set(bundle) == {PLOTLY_MIME, "text/plain"}
-    assert bundle["text/plain"] == picture.facts
+    assert bundle["text/plain"] == picture.text
     assert typed_arrays(bundle[PLOTLY_MIME]) == 0
     assert "plotly.js" not in json.dumps(bundle)
     ink = bundle[PLOTLY_MIME]["layout"]
@@ -273,14 +273,14 @@ def test_a_picture_is_stored_as_plotly_json_and_as_its_facts(draw, recording):
 
 
 @pytest.mark.parametrize("draw", PICTURES)
-def test_a_thousand_blocks_and_500_steps_stay_below_half_a_megabyte(draw, large):
+def test_figure_of_a_thousand_blocks_and_500_steps_is_below_half_a_megabyte(draw, large):
     picture = draw(large, step=150)
     assert stored_size(picture._repr_mimebundle_()[PLOTLY_MIME], depth=6) < 500_000
     names = [int(frame["name"]) for frame in picture.data_json()["frames"]]
     assert names[0] == 1 and names[-1] == 500 and 150 in names and len(names) >= 7
 
 
-def test_a_window_of_steps_can_be_looked_at_closely(large):
+def test_figure_steps_can_be_chosen(large):
     frames = block_map(large, steps=range(200, 206)).data_json()["frames"]
     assert [frame["name"] for frame in frames] == ["200", "201", "202", "203", "204", "205"]
     one = block_map(large, 200, steps=[200]).data_json()
@@ -295,15 +295,15 @@ def test_a_step_that_was_not_recorded_is_refused(recording):
             draw(recording, 99)
         with pytest.raises(ValueError, match="step is 0"):
             draw(recording, steps=[0, 1])
-    with pytest.raises(ValueError, match="picture is 'pool'; it must be one of 'block_map'"):
-        describe(recording, picture="pool")
+    with pytest.raises(ValueError, match="figure is 'pool'; it must be one of 'block_map'"):
+        text_view(recording, figure="pool")
 
 
-def test_descriptions_are_the_facts_of_the_pictures(recording):
+def test_text_view_is_the_text_of_the_figure(recording):
     for draw in (block_map, block_tables, memory, queues):
-        assert draw(recording, 3).facts == describe(recording, 3, draw.__name__)
-    assert timeline(recording).facts == describe(recording, picture="timeline") == describe(recording.spans())
-    facts = describe(recording, 3)
+        assert draw(recording, 3).text == text_view(recording, 3, draw.__name__)
+    assert timeline(recording).text == text_view(recording, figure="timeline") == text_view(recording.spans())
+    facts = text_view(recording, 3)
     assert repr(facts) == str(facts), "a cell shows it as it is"
     snapshot = recording.at(3)
     first, *blocks = facts.splitlines()
@@ -311,15 +311,15 @@ def test_descriptions_are_the_facts_of_the_pictures(recording):
     assert len(blocks) == 10 - snapshot.count("free")
 
 
-def test_blocks_taken_by_no_request_are_mentioned():
+def test_leaked_blocks_are_mentioned():
     engine = ToyEngine()
     engine.add("ana", 5, 2)
     engine.pool.allocate(3)
     engine.step()
-    assert "7 free, 3 taken by no request" in describe(engine.recorder, 1)
+    assert "7 free, 3 taken by no request" in text_view(engine.recorder, 1)
 
 
-def test_a_loaded_record_gives_the_same_pictures(recording, tmp_path):
+def test_figure_of_a_loaded_record_is_the_same(recording, tmp_path):
     recording.save(tmp_path / "run.jsonl")
     loaded = Recording.load(tmp_path / "run.jsonl")
     for draw in PICTURES:
@@ -345,7 +345,7 @@ def test_names_are_cut_and_made_safe():
     assert safe("<b>&$x$") == "&lt;b&gt;&amp;&#36;x&#36;"
 
 
-def test_a_sample_keeps_both_ends_and_the_step_in_question():
+def test_sample_keeps_both_ends_and_the_given_step():
     steps = list(range(1, 501))
     for limit in (2, 3, 7, 60):
         picked = sample(steps, limit, 123)
@@ -355,7 +355,7 @@ def test_a_sample_keeps_both_ends_and_the_step_in_question():
     assert BUDGET < 500_000
 
 
-def test_figures_are_read_the_same_from_lists_and_from_typed_arrays():
+def test_figure_values_are_the_same_from_lists_and_from_typed_arrays():
     """plotly stores a numpy array as base64 and a list as a list; a test that looks into a figure must read both."""
     big_ids = [2**40 + 1, 2**53 - 1, 7]
     figures = [go.Figure(go.Bar(y=array)) for array in (big_ids, np.array(big_ids))]

@@ -1,4 +1,4 @@
-"""Other systems' paged decode kernels on the same problem, where they are installed. Nothing here is needed."""
+"""Competitors: paged decode kernels of other systems on the same problem, where installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labcore.bench.gpu.measurement_plan import Plan
 
 
 def flashinfer_decode(problem: PagedProblem) -> Callable[[], object]:
-    """FlashInfer's decode wrapper, planned once, as an engine plans once a step."""
+    """FlashInfer's decode wrapper, planned once, as an engine does per step."""
     import flashinfer
 
     metadata, (pool, values) = problem.metadata, (problem.cache.k[0], problem.cache.v[0])
@@ -31,7 +31,7 @@ def flashinfer_decode(problem: PagedProblem) -> Callable[[], object]:
 
 
 def flash_attention_decode(problem: PagedProblem) -> Callable[[], object]:
-    """flash-attn's decode over a block table; its blocks are multiples of 256 tokens."""
+    """flash-attn's decode with a block table; its block size is a multiple of 256 tokens."""
     from flash_attn import flash_attn_with_kvcache
 
     metadata = problem.metadata
@@ -69,25 +69,25 @@ def vllm_decode(problem: PagedProblem) -> Callable[[], object]:
     return lambda: module.unified_attention(**arguments)
 
 
-RIVALS = {
+COMPETITORS = {
     "FlashInfer": ("flashinfer", flashinfer_decode, 16),
     "flash-attn": ("flash_attn", flash_attention_decode, 256),
     "vLLM Triton": ("vllm", vllm_decode, 16),
 }
-"""name: (package, how to set it up, block size)."""
+"""name → (package, function that prepares a call, block size)."""
 
 
-def rival_results(plan: Plan) -> dict[str, object]:
-    """Milliseconds of each rival at the plan's goal point; for one that isn't there or fails, what it says."""
+def competitor_results(plan: Plan) -> dict[str, object]:
+    """Name → milliseconds at the goal point of the plan, "not installed", or the error message."""
     batch, context = plan.goal_point
     results: dict[str, object] = {}
-    for name, (package, setup, block_size) in RIVALS.items():
+    for name, (package, setup, block_size) in COMPETITORS.items():
         if find_spec(package) is None:
             results[name] = "not installed"
             continue
         try:
             problem = paged_problem([(context, 1)] * batch, plan.heads, plan.dtype, plan.device, block_size)
             results[name] = plan.time_of(setup(problem)).median
-        except Exception as error:  # somebody else's package, in whatever version: its failure is a result, too
+        except Exception as error:  # third-party package of any version: report its error
             results[name] = f"{type(error).__name__}: {error}"[:200]
     return results

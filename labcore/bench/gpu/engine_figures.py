@@ -1,4 +1,4 @@
-"""Whole engines on a GPU: random weights at the size of a real model, with and without CUDA graphs."""
+"""Engine throughput on a GPU: random weights in the shape of real models, with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class EngineResult:
-    """Output tokens per second of every round, and the median."""
+    """Output tokens per second of each round, and the median."""
 
     model: str
     cuda_graphs: bool
@@ -33,7 +33,7 @@ class EngineResult:
 
 
 def engine_results(plan: Plan, deadline: Deadline, graphs: tuple[bool, ...] = (False, True)) -> Iterator[EngineResult]:
-    """Every size that memory and time allow."""
+    """Measure every model size that fits memory and deadline."""
     for name, size in plan.engines.items():
         if plan.free_bytes() < size.gigabytes * 1e9:
             deadline.left_out.append(f"engine {name}: needs {size.gigabytes} GB of free memory")
@@ -48,7 +48,7 @@ def engine_results(plan: Plan, deadline: Deadline, graphs: tuple[bool, ...] = (F
 
 
 def engine_result(plan: Plan, name: str, model: torch.nn.Module, cuda_graphs: bool) -> EngineResult:
-    """Serve all requests at once, greedily, several times, after a warm-up that compiles and captures."""
+    """Serve all requests at once with greedy sampling, several times, after a warm-up that compiles and captures."""
     longest = plan.prompt_tokens + plan.output_tokens
     llm = LLM(
         from_model(model, name=name),

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: right first, then how near they come to the memory's bandwidth, and to SDPA without paging."""
+"""Kernels on a GPU: correctness, then memory bandwidth, and speed relative to SDPA without paging."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from labcore.attention.sample_batch import Heads, PagedProblem, gathered, paged_
 from labcore.attention.torch_backend import TorchAttention
 from labcore.attention.triton_backend import TritonAttention
 from labcore.bench.gpu.measurement_plan import Plan
-from labcore.bench.gpu.timing import Deadline, Times
+from labcore.bench.gpu.timing import Deadline, DeviceTimes
 from labcore.kvcache.tensors import KVCache
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest error against float64, for values around 1."""
+"""Largest allowed error against float64, for values around 1."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: what was computed, the largest error, and whether it is small enough."""
+    """One comparison: its name, the largest error, and whether that is within tolerance."""
 
     what: str
     error: float
@@ -31,7 +31,7 @@ class Check:
 
 
 def checks(plan: Plan, deadline: Deadline) -> Iterator[Check]:
-    """All kernels against torch in float64, NaN in all unused memory; stores and copies to the bit."""
+    """All kernels against torch in float64, with NaN in unused memory; stores and copies bit for bit."""
     yield from move_checks(plan)
     for dtype, heads in product((plan.dtype, torch.float32), plan.check_heads):
         name = f"{str(dtype)[6:]}, {heads.query}/{heads.kv} heads of {heads.dim}"
@@ -46,7 +46,7 @@ def checks(plan: Plan, deadline: Deadline) -> Iterator[Check]:
 
 
 def attention_check(what: str, problem: PagedProblem, options: dict) -> Check:
-    """One step against the torch backend on copies of the same memory: in float64, and in float32 with options."""
+    """One step against the torch backend on copies of the same cache: in float64, or in float32 with options."""
     scaling = problem.q.shape[2] ** -0.5
     out = TritonAttention().attend(problem.cache, 0, problem.q, problem.metadata, scaling=scaling, **options)
     precision = torch.float32 if options else torch.float64
@@ -58,7 +58,7 @@ def attention_check(what: str, problem: PagedProblem, options: dict) -> Check:
 
 
 def move_checks(plan: Plan) -> Iterator[Check]:
-    """Stores and copies against torch, bit by bit: the error is the number of 16-bit words that differ."""
+    """Stores and copies against torch, bit for bit: the error is the number of 16-bit words that differ."""
     heads = Heads(8, 8, 80)
     for dtype in (plan.dtype, torch.float32):
         ours, theirs = (paged_problem([(300, 40), (7, 7)], heads, dtype, plan.device) for _ in range(2))
@@ -74,19 +74,19 @@ def move_checks(plan: Plan) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """Decode of `batch` sequences of `context` tokens: GB/s of K and V, as a share of a copy's, and against SDPA."""
+    """Decode of `batch` sequences of `context` tokens: GB/s of K and V, share of copy bandwidth, speed relative to SDPA."""
 
     batch: int
     context: int
-    times: Times
+    times: DeviceTimes
     gb_per_s: float
     share_of_copy: float
-    sdpa: Times
+    sdpa: DeviceTimes
     speed_against_sdpa: float
 
 
 def decode_points(plan: Plan, copy_gb_per_s: float, deadline: Deadline) -> Iterator[DecodePoint]:
-    """Measure the grid of batches and contexts. A point needs its K and V about four times while it is set up."""
+    """Measure the grid of batches and contexts. Setting up a point takes about four times the memory of its K and V."""
     per_token = 2 * plan.heads.kv * plan.heads.dim * plan.dtype.itemsize
     for batch, context in product(plan.batches, plan.contexts):
         what = f"decode, {batch} × {context}"
@@ -97,7 +97,7 @@ def decode_points(plan: Plan, copy_gb_per_s: float, deadline: Deadline) -> Itera
 
 
 def decode_point(plan: Plan, batch: int, context: int, copy_gb_per_s: float) -> DecodePoint:
-    """One point, and SDPA on the same K and V without pages."""
+    """Measure one point, and SDPA on the same K and V without paging."""
     problem = paged_problem([(context, 1)] * batch, plan.heads, plan.dtype, plan.device)
     backend, scaling = TritonAttention(), plan.heads.dim**-0.5
     times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.metadata, scaling=scaling))
@@ -110,18 +110,18 @@ def decode_point(plan: Plan, batch: int, context: int, copy_gb_per_s: float) -> 
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """Causal prefill of `batch` prompts: TFLOP/s of the products that causality leaves, and against SDPA."""
+    """Causal prefill of `batch` prompts: TFLOP/s of the unmasked products, and speed relative to SDPA."""
 
     batch: int
     length: int
-    times: Times
+    times: DeviceTimes
     tflop_per_s: float
-    sdpa: Times
+    sdpa: DeviceTimes
     speed_against_sdpa: float
 
 
 def prefill_point(plan: Plan, batch: int, length: int) -> PrefillPoint:
-    """One point, and SDPA on the same K and V without pages."""
+    """Measure one point, and SDPA on the same K and V without paging."""
     heads = plan.heads
     problem = paged_problem([(length, length)] * batch, heads, plan.dtype, plan.device)
     backend, scaling = TritonAttention(), heads.dim**-0.5
@@ -134,7 +134,7 @@ def prefill_point(plan: Plan, batch: int, length: int) -> PrefillPoint:
 
 
 def tile_sweep(plan: Plan, copy_gb_per_s: float, deadline: Deadline) -> Iterator[dict]:
-    """Decode at the goal's point with other tiles and splits than the table's: what to change it to, if anything."""
+    """Decode at the goal point with other tile sizes and splits, to tune the table of tile sizes."""
     batch, context = plan.goal_point
     problem = paged_problem([(context, 1)] * batch, plan.heads, plan.dtype, plan.device)
     for keys, warps, stages, splits in product((32, 64, 128), (2, 4, 8), (2, 3, 5), (1, 2)):
@@ -146,7 +146,7 @@ def tile_sweep(plan: Plan, copy_gb_per_s: float, deadline: Deadline) -> Iterator
 
 
 def tried(plan: Plan, backend: TritonAttention, problem: PagedProblem, copy_gb_per_s: float) -> dict:
-    """Its share of a copy's bandwidth; or the error, where a tile takes more than this GPU has."""
+    """Share of copy bandwidth, or the error if the tile exceeds the resources of this GPU."""
     try:
         times = plan.time_of(lambda: backend.attend(problem.cache, 0, problem.q, problem.metadata, scaling=0.1))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What `labcore bench gpu` measures, and with which clock: one object, so that a test can plan something tiny."""
+"""Measurement plan of `labcore bench gpu`: shapes, models and clock in one object, so that tests can use a tiny one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from labcore.attention.sample_batch import Heads
-from labcore.bench.gpu.timing import Times, copy_bandwidth, device_times
+from labcore.bench.gpu.timing import DeviceTimes, copy_bandwidth, device_times
 
 
 def qwen3_0_6b() -> PreTrainedConfig:
@@ -43,7 +43,7 @@ def llama_3_1_8b() -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class EngineSize:
-    """A model to fill with random weights, and the GB of memory that it takes in 16 bits with its KV pool."""
+    """A model configuration for random weights, and the GB of its 16-bit weights and KV pool."""
 
     config: Callable[[], PreTrainedConfig]
     gigabytes: float
@@ -51,7 +51,7 @@ class EngineSize:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sequences are (tokens in all, queries among them). The clock and the memory's size come along."""
+    """What to measure. Sequences are (total tokens, query tokens). Clock, copy bandwidth and free memory can be replaced."""
 
     device: torch.device
     dtype: torch.dtype
@@ -79,12 +79,12 @@ class Plan:
     requests: int = 64
     prompt_tokens: int = 512
     output_tokens: int = 128
-    time_of: Callable[[Callable[[], object]], Times] = device_times
+    time_of: Callable[[Callable[[], object]], DeviceTimes] = device_times
     copy_gb_per_s: Callable[[], float] = copy_bandwidth
     free_bytes: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0]
 
 
 def gpu_plan() -> Plan:
-    """The whole measurement on the current GPU, in bfloat16, or float16 where there is no bfloat16 (below sm_80)."""
+    """The full plan for the current GPU, in bfloat16, or in float16 below sm_80."""
     dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     return Plan(torch.device("cuda"), dtype)

@@ -1,10 +1,10 @@
-"""`labcore bench gpu`: is the GPU right, how near its memory's limit is decode, and what does an engine make of it?
+"""`labcore bench gpu`: correctness of the kernels, decode bandwidth, prefill and engine throughput on an NVIDIA GPU.
 
-In this order, so that a short look says the most: all kernels against torch on the device · bandwidth of a copy ·
-decode as a share of it, and against SDPA on contiguous K and V · other systems' kernels, where installed · prefill ·
-whole engines with random weights. It keeps to a budget of minutes (8 by default) and names what it left out.
+In order of importance: all kernels against torch on the device · bandwidth of a copy · decode as a share of it, and
+against SDPA on contiguous K and V · competitors' kernels, where installed · prefill · whole engines with random weights.
+Measurements that exceed the budget of minutes (8 by default) are skipped and listed.
 
-Exit status: 0 measured, 1 a kernel is wrong, 3 no GPU and nothing measured.
+Exit status: 0 measured, 1 a kernel is wrong, 3 no GPU, nothing measured.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from labcore.bench.gpu.timing import Deadline
 
     if args.out:
-        refuse_foreign_file(args.out, is_report, "a report of this benchmark")  # before minutes are spent
+        refuse_foreign_file(args.out, is_report, "a report of this benchmark")  # before measuring
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json else print
-    report = {"benchmark": "gpu", **surroundings(), **measure(gpu_plan(), Deadline(args.minutes), say, args.tune)}
+    report = {"benchmark": "gpu", **device_info(), **measure(gpu_plan(), Deadline(args.minutes), say, args.tune)}
     text = json.dumps(report, indent=1)
     if args.out:
         with output_file(args.out, is_report, "a report of this benchmark") as file:
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def is_report(start: str) -> bool:
-    """Whether a file that begins so is a report of this benchmark."""
+    """Whether a file that starts with `start` is a report of this benchmark."""
     return start.startswith('{\n "benchmark": "gpu"')
 
 
 def why_not() -> str:
-    """Why nothing can be measured here; empty if it can."""
+    """Reason why nothing can be measured on this machine; empty if it can."""
     import torch
 
     if not torch.cuda.is_available():
@@ -73,8 +73,8 @@ def why_not() -> str:
 
 
 def measure(plan, deadline, say: Callable[[str], None], tune: bool = False) -> dict:
-    """The figures of a `Plan`, spoken line by line as they come."""
-    from labcore.bench.gpu.competitors import rival_results
+    """Measure a `Plan`; `say` gets each figure as a line of text at once."""
+    from labcore.bench.gpu.competitors import competitor_results
     from labcore.bench.gpu.engine_figures import engine_results
     from labcore.bench.gpu.kernel_figures import checks, decode_points, prefill_point, tile_sweep
 
@@ -90,8 +90,8 @@ def measure(plan, deadline, say: Callable[[str], None], tune: bool = False) -> d
     report["copy_gb_per_s"] = copy = plan.copy_gb_per_s()
     say(f"device copy {copy:,.0f} GB/s, read and written")
     collect("decode", decode_points(plan, copy, deadline))
-    report["rivals"] = rival_results(plan) if deadline.allows("rivals", 30) else {}
-    say(f"others, decode {plan.goal_point}: {report['rivals']}")
+    report["competitors"] = competitor_results(plan) if deadline.allows("competitors", 30) else {}
+    say(f"competitors, decode {plan.goal_point}: {report['competitors']}")
     shapes = [shape for shape in plan.prefills if deadline.allows(f"prefill {shape}", 5)]
     collect("prefill", (prefill_point(plan, *shape) for shape in shapes))
     collect("engine", engine_results(plan, deadline))
@@ -116,11 +116,11 @@ LINES: dict[str, Callable] = {
     ),
     "engine": lambda r: f"{r.model}, cuda_graphs={r.cuda_graphs}  {r.tokens_per_second:,.1f} tok/s, rounds {r.rounds}",
 }
-"""How a result is said in one line."""
+"""Section of the report → one result as a line of text."""
 
 
 def goals(decode: list[dict], goal_point: tuple[int, int]) -> dict[str, object]:
-    """What decode reached of its goals; None for what wasn't measured."""
+    """Decode figures against the goals; None where not measured."""
     at = [point["share_of_copy"] for point in decode if (point["batch"], point["context"]) == goal_point]
     speeds = [point["speed_against_sdpa"] for point in decode]
     return {
@@ -131,8 +131,8 @@ def goals(decode: list[dict], goal_point: tuple[int, int]) -> dict[str, object]:
     }
 
 
-def surroundings() -> dict[str, object]:
-    """The device and the versions that the figures belong to."""
+def device_info() -> dict[str, object]:
+    """Device and versions, for the report."""
     import torch
     import transformers
     import triton
