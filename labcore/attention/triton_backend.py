@@ -4,6 +4,7 @@
     anything else                       paged_prefill: one launch for prompts, pieces of prompts and decodes together
 
 Everything it decides, it decides from numbers that the host has already: no step waits for the device.
+`choose_splits` is built in notebook 03.
 """
 
 from __future__ import annotations
@@ -111,7 +112,6 @@ def choose_splits(seq_lens: Sequence[int], window: int | None, num_kv_heads: int
 
     So many that the longest sequence's programs work no longer than an even share of all the keys, if `at_once`
     programs share them. Many sequences of like length: 1. One of 32,768 tokens with 8 KV heads on 132 processors: 64.
-    Built in notebook 03.
     """
     visible = [n if window is None else min(n, window) for n in seq_lens]
     fair = max(sum(visible) * num_kv_heads / at_once, MIN_KEYS_PER_SPLIT)

@@ -1,6 +1,6 @@
 """The KV cache before paging: one contiguous region a request, and batches that wait for their slowest member.
 
-Built in notebook 01, to be beaten by the rest of the course. Three ideas, each a few lines:
+Built in notebooks 01 and 04, to be beaten by the rest of the course. Three ideas, each a few lines:
 
     no cache      every new token recomputes the whole text                   generate_without_cache
     contiguous    K and V are kept, in one unbroken region per request,       RegionAllocator, ContiguousCache,
@@ -34,7 +34,7 @@ from labcore.workload.traces import TraceRequest
 def generate_without_cache(
     model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> list[int]:
-    """Greedy tokens for one prompt, the whole text sent through the model for each of them. Built in notebook 01.
+    """Greedy tokens for one prompt, the whole text sent through the model for each of them.
 
     A prompt of P tokens and N new ones cost P + (P + 1) + … + (P + N - 1) tokens of work: quadratic in the length.
     Ends after `max_tokens`, or with the first token in `stop_ids`, which is kept.
@@ -51,7 +51,7 @@ def generate_without_cache(
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of KV cache that one token takes: a key and a value per layer and KV head. Built in notebook 01.
+    """Bytes of KV cache that one token takes: a key and a value per layer and KV head.
 
     Query heads don't count: with grouped-query attention several of them read the same KV head.
     """
@@ -67,7 +67,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one request's newest tokens over all it has so far. Built in notebook 01.
+    """Causal attention of one request's newest tokens over all it has so far.
 
     q: [Hq, T, D], the last T of the L tokens. k, v: [Hkv, L, D]. Returns [Hq, T, D].
     With g = Hq / Hkv, query heads g·h … g·h + g - 1 read KV head h (grouped-query attention).
@@ -86,12 +86,12 @@ def attend(
 
 
 class OutOfSlots(RuntimeError):
-    """No stretch of slots is as long as what was asked for. Nothing was taken. Built in notebook 01."""
+    """No stretch of slots is as long as what was asked for. Nothing was taken."""
 
 
 @dataclass(frozen=True, order=True)
 class Region:
-    """`size` neighbouring slots from `start` on. Built in notebook 01."""
+    """`size` neighbouring slots from `start` on."""
 
     start: int
     size: int
@@ -102,7 +102,7 @@ class Region:
 
 
 class RegionAllocator:
-    """Hands out contiguous regions of a slab of slots, first fit. Built in notebook 01.
+    """Hands out contiguous regions of a slab of slots, first fit.
 
     `holes` are the free regions, in order of `start`; no two of them touch, so that free space is in as few pieces as
     the living regions allow. It can still be in many: that is external fragmentation.
@@ -159,7 +159,7 @@ class RegionAllocator:
 
 
 class ContiguousCache:
-    """K and V of every layer, in one slab of slots; each request owns one region of it. Built in notebook 01.
+    """K and V of every layer, in one slab of slots; each request owns one region of it.
 
     k[layer], v[layer]: [num_slots, num_kv_heads, head_dim]. A request's tokens lie in a row from its region's start, so
     that all it has is one slice of the slab: nothing to look up and nothing to copy. That is what paging gives up.
@@ -198,7 +198,7 @@ class ContiguousCache:
 
 @dataclass
 class StaticBatch:
-    """Where the rows of one batch live, and how far each has come. Built in notebook 01.
+    """Where the rows of one batch live, and how far each has come.
 
     num_stored: tokens of each row in the cache before this pass. num_new: its tokens in this pass; they are the last
     columns of the row, and whatever stands left of them is padding.
@@ -224,7 +224,7 @@ def contiguous_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, as transformers calls it, over the regions of a static batch. Built in notebook 01.
+    """Attention of one layer, as transformers calls it, over the regions of a static batch.
 
     q: [B, Hq, T, D]; k, v: [B, Hkv, T, D], the new tokens' only. Returns ([B, T, Hq, D], None). Padding is neither
     stored nor attended to; its rows come out as zeros, and nobody reads them.
@@ -243,7 +243,7 @@ def contiguous_attention(
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make prompts of many lengths one rectangle: token ids and positions, both [B, longest]. Built in notebook 01.
+    """Make prompts of many lengths one rectangle: token ids and positions, both [B, longest].
 
     The padding goes to the left, so that the last column holds every row's newest token. Its id and position are 0 and
     mean nothing.
@@ -257,7 +257,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 def greedy_step(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, batch: StaticBatch
 ) -> torch.Tensor:
-    """One pass over the new tokens of all rows, which puts them into the cache. Built in notebook 01.
+    """One pass over the new tokens of all rows, which puts them into the cache.
 
     ids, positions: [B, T]. Returns the likeliest next token of each row, [B, 1], and moves the batch on by one step.
     """
@@ -279,7 +279,7 @@ def generate(
     max_len: int,
     stop_ids: Collection[int] = (),
 ) -> list[list[int]]:
-    """Greedy tokens for each prompt, computed as one static batch. Built in notebook 01.
+    """Greedy tokens for each prompt, computed as one static batch.
 
     Every request reserves `max_len` slots, whatever it needs. All rows start together; those that are done keep their
     seats and go on being computed until the last one is, which is what makes the batch static.
@@ -314,7 +314,7 @@ def generate(
 
 
 def slot_steps(request: TraceRequest, steps: int) -> int:
-    """Slots that a request fills, summed over its first `steps` steps. Built in notebook 01.
+    """Slots that a request fills, summed over its first `steps` steps.
 
     In the first step its prompt is stored, in each that follows one token more.
     """
@@ -322,7 +322,7 @@ def slot_steps(request: TraceRequest, steps: int) -> int:
 
 
 def reservation_waste(requests: Sequence[TraceRequest], reserved: int) -> float:
-    """Share of what is reserved that holds nothing, over the whole life of the requests. Built in notebook 01.
+    """Share of what is reserved that holds nothing, over the whole life of the requests.
 
     Each request holds `reserved` slots for as many steps as it has output tokens. Requests that could never fit are
     left out, as a server would refuse them.
@@ -334,10 +334,7 @@ def reservation_waste(requests: Sequence[TraceRequest], reserved: int) -> float:
 
 @dataclass(frozen=True)
 class Stay:
-    """One request's region, and the steps `start` up to, not including, `stop` for which it holds it.
-
-    Built in notebook 01.
-    """
+    """One request's region, and the steps `start` up to, not including, `stop` for which it holds it."""
 
     request: TraceRequest
     region: Region
@@ -346,7 +343,7 @@ class Stay:
 
 
 def pack(requests: Sequence[TraceRequest], num_slots: int, reserve: Callable[[TraceRequest], int]) -> list[Stay]:
-    """Serve a log from one slab, as many requests at a time as find a region. Built in notebook 01.
+    """Serve a log from one slab, as many requests at a time as find a region.
 
     reserve: how many slots a request asks for. All requests wait from the start, in order; the first in line holds up
     the others until somebody leaves a hole that is large enough for it. A request stays one step per output token.
@@ -365,7 +362,7 @@ def pack(requests: Sequence[TraceRequest], num_slots: int, reserve: Callable[[Tr
 
 
 def memory_shares(stays: Sequence[Stay], num_slots: int) -> dict[str, float]:
-    """How the slab was used while requests were waiting for it, as shares of its slot-steps. Built in notebook 01.
+    """How the slab was used while requests were waiting for it, as shares of its slot-steps.
 
     "tokens": slots that held one. "reserved": held by a request, and empty. "free": in holes, while somebody waited.
     Counted up to the last admission, since after it nobody waits and holes are no loss; to the end, if nobody ever did.
@@ -381,7 +378,7 @@ def memory_shares(stays: Sequence[Stay], num_slots: int) -> dict[str, float]:
 
 
 def static_batches(requests: Sequence[TraceRequest], batch_size: int, names: Sequence[str] | None = None) -> list[Span]:
-    """Serve a log in static batches: who waits, works and idles when, in steps. Built in notebook 01.
+    """Serve a log in static batches: who waits, works and idles when, in steps.
 
     Requests are taken `batch_size` at a time, in order. A batch starts when its last member has arrived (`arrival`, in
     steps) and the batch before has left, and it leaves when its longest member is done. Until then the others are idle:
@@ -404,7 +401,7 @@ def static_batches(requests: Sequence[TraceRequest], batch_size: int, names: Seq
 
 
 def busy_share(spans: Sequence[Span]) -> float:
-    """Share of the seats' time that is work (prefill and decode), not idling. Built in notebook 01."""
+    """Share of the seats' time that is work (prefill and decode), not idling."""
     time = dict.fromkeys(("prefill", "decode", "idle"), 0.0)
     for span in spans:
         if span.state in time:
@@ -413,7 +410,7 @@ def busy_share(spans: Sequence[Span]) -> float:
 
 
 def padding_share(requests: Sequence[TraceRequest], batch_size: int) -> float:
-    """Share of the prompt rectangles that is padding, in static batches. Built in notebook 01."""
+    """Share of the prompt rectangles that is padding, in static batches."""
     real = padded = 0
     for first in range(0, len(requests), batch_size):
         lengths = [request.prompt_tokens for request in requests[first : first + batch_size]]
@@ -423,7 +420,7 @@ def padding_share(requests: Sequence[TraceRequest], batch_size: int) -> float:
 
 @dataclass(eq=False)
 class NaiveRequest:
-    """A request as the naive scheduler sees it: how long it is, and the blocks it holds. Built in notebook 04."""
+    """A request as the naive scheduler sees it: how long it is, and the blocks it holds."""
 
     name: str
     prompt: int
@@ -437,7 +434,7 @@ class NaiveRequest:
 
 
 class NaiveScheduler:
-    """In and out at every step, as tutorials have it; its faults are kept, to be beaten. Built in notebook 04.
+    """In and out at every step, as tutorials have it; its faults are kept, to be beaten.
 
     It lets a request in while there are blocks for its prompt, and looks no further. When the pool is empty it warns,
     and counts the token all the same; a request larger than the pool blocks the queue for ever; blocks come out of a `set`,

@@ -47,7 +47,8 @@ same.
 - Begin the set-up cell with `from __future__ import annotations`, as the modules do: it holds for all cells.
 - A marked cell may go on with lines that try the code (`pool = BlockPool(6, 4)`, a result to show, `check(...)`).
 - Module constants count: `# labcore: naive.PAD` for `PAD = -1`.
-- Each public symbol of a part has one owner, and its docstring in the package says so: "Built in notebook 02."
+- Each public symbol of a part has one owner. The module's docstring names it: "Built in notebook 02.", or "Built in
+  notebooks 04 and 06." A symbol's own docstring doesn't.
 - First sketches, to be thrown away, have no marker and a name of their own (`ToyPool`), so that the reader can tell.
 - What a notebook can't build readably stays out, by name and reason, in `labcore.course.author.promotion.KEPT_OUT`.
 

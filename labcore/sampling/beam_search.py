@@ -22,7 +22,7 @@ from labcore.sampling_params import BeamSearchParams
 
 @dataclass(frozen=True)
 class Beam:
-    """A text on its way: output tokens and the sum of their log-probabilities (natural log). Built in notebook 05."""
+    """A text on its way: output tokens and the sum of their log-probabilities (natural log)."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -30,7 +30,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A text that is finished. Built in notebook 05.
+    """A text that is finished.
 
     score           logprob / len(token_ids) ** length_penalty
     finish_reason   "stop" or "length"
@@ -44,14 +44,14 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Branch:
-    """A beam of the next round: the number of the beam that it continues, the token that it adds. Built in notebook 05."""
+    """A beam of the next round: the number of the beam that it continues, the token that it adds."""
 
     parent: int
     token_id: int
 
 
 class BeamSearch:
-    """One search, round by round. Built in notebook 05.
+    """One search, round by round.
 
     params          width and length penalty
     eos_token_ids   tokens that finish a text; ignored if the params say so

@@ -10,7 +10,7 @@ from labcore.scheduler.policy import Policy
 
 
 class WaitingQueue:
-    """Waiting requests, most entitled first. Built in notebook 04.
+    """Waiting requests, most entitled first.
 
     Push and pop cost O(log n), and an aborted request is skipped when it surfaces: no list is ever searched.
     """

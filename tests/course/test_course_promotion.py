@@ -21,7 +21,7 @@ from labcore.course.curriculum import HOUSE, Room
 NOTEBOOKS = PACKAGE.parent / "notebooks"
 ROOM = (Room("02_blocks", ("blocks",)),)
 
-MODULE = '''"""Blocks."""
+MODULE = '''"""Blocks. Built in notebook 02."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LIMIT: int = 4
 
 
 class OutOfBlocks(RuntimeError):
-    """None left. Built in notebook 02."""
+    """None left."""
 
 
 class Pool(object):
-    """A pool. Built in notebook 02."""
+    """A pool."""
 
     kind = "paged"
 
@@ -50,7 +50,7 @@ class Pool(object):
 
 
 def blocks_for(tokens: int) -> int:
-    """How many. Built in notebook 02."""
+    """How many."""
     return -(-tokens // LIMIT)
 
 
@@ -167,10 +167,26 @@ def test_a_symbol_has_one_owner(tmp_path, package):
     assert problems == ["notebook 05, cell 1: defines blocks.LIMIT again; notebook 02, cell 2 has it."]
 
 
-def test_a_docstring_must_name_its_notebook(tmp_path, package):
-    (package / "blocks.py").write_text(MODULE.replace("How many. Built in notebook 02.", "How many."))
-    (problem,) = report(tmp_path, package, CELLS).problems
-    assert problem.endswith('the package\'s docstring must say "Built in notebook 02."')
+@pytest.mark.parametrize("docstring", ["Blocks.", "Blocks. Built in notebook 04.", "Blocks, as in notebook 02."])
+def test_a_module_docstring_must_name_the_notebook_of_each_symbol(tmp_path, package, docstring):
+    (package / "blocks.py").write_text(MODULE.replace("Blocks. Built in notebook 02.", docstring))
+    problems = report(tmp_path, package, CELLS).problems
+    assert len(problems) == 4
+    assert all(p.endswith('the module\'s docstring must say "Built in notebook 02."') for p in problems)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "notebooks"),
+    [
+        ("The pool. Built in notebook 02.", {"02"}),
+        ("The seam. Built in notebooks 04 and\n06.", {"04", "06"}),
+        ("`choose` is built in notebook 03.", {"03"}),
+        ("Built in notebooks 01, 04 and 06; notebook 07 reads it.", {"01", "04", "06"}),
+        ("Read in notebook 02.", set()),
+    ],
+)
+def test_builders_are_the_notebooks_of_built_in(docstring, notebooks):
+    assert promotion.builders(docstring) == notebooks
 
 
 def test_a_part_whose_notebook_is_not_written_is_to_come(tmp_path, package):

@@ -1,4 +1,4 @@
-"""Copy whole blocks for copy-on-write: many pairs, K and V, every layer, one launch.
+"""Copy whole blocks for copy-on-write: many pairs, K and V, every layer, one launch. Built in notebook 03.
 
     grid (pairs, pools, pieces)        pools: K of layer 0, K of layer 1, … V of layer 0, …: tensors of one geometry,
                                        given by how many elements each lies away from the first
@@ -21,7 +21,6 @@ def copy_blocks(
     """Copy block pairs[i, 0] to pairs[i, 1], [pairs, 2] int64, in every pool. Grid (pairs, pools, pieces).
 
     Distances, [pools] int64, are multiples of 16 elements: a thread may move 16 bytes at once, if the compiler is told.
-    Built in notebook 03.
     """
     pair, pool = pairs + 2 * tl.program_id(0), first_pool + tl.multiple_of(tl.load(distances + tl.program_id(1)), 16)
     src, dst = tl.load(pair).to(tl.int64) * kv_strides[0], tl.load(pair + 1).to(tl.int64) * kv_strides[0]

@@ -1,4 +1,4 @@
-"""Decode: one query per sequence, a long past. The step that an engine spends most of its time in.
+"""Decode: one query per sequence, a long past. The step that an engine spends most of its time in. Built in notebook 03.
 
     grid (S, Hkv, splits)            one program: the queries of one sequence that share one KV head
 
@@ -21,7 +21,7 @@ from labcore.attention.kernels.triton_mode import tl, triton
 def group_rows(kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The query heads that share a KV head, as the rows of a tile, [ROWS]; and which rows are heads, not padding.
 
-    Query head h belongs to KV head h // GROUP. Built in notebook 03.
+    Query head h belongs to KV head h // GROUP.
     """
     rows = tl.arange(0, ROWS)
     return kv_head * GROUP + rows, rows < GROUP
@@ -32,7 +32,7 @@ def split_range(seq_len, split, num_splits, WINDOW: tl.constexpr, TILE: tl.const
     """The keys of one split, [begin, end): an equal share, in whole tiles, of those that the window lets a query see.
 
     Worked out on the device from the sequence's own length, so that a captured CUDA graph stays right while sequences
-    grow. In a sequence of few tiles some splits get nothing: begin >= end. Built in notebook 03.
+    grow. In a sequence of few tiles some splits get nothing: begin >= end.
     """
     first = 0 if WINDOW is None else tl.maximum(seq_len - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(seq_len - first, TILE), num_splits) * TILE
@@ -48,7 +48,6 @@ def paged_decode(
     """Attention of q, [S, Hq, D], over the keys of each sequence, to out, [S, Hq, splits, D].
 
     log_totals, [S, Hq, splits], gets log2 of each split's sum of exponentials; it is None if there is one split only.
-    Built in notebook 03.
     """
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     heads, valid = group_rows(kv_head, GROUP, ROWS)
@@ -80,7 +79,6 @@ def reduce_splits(
     """Put the splits of one query head together: out, [S, Hq, D], from partial, [S, Hq, splits, D]. Grid (S, Hq).
 
     A split whose exponentials sum to total_i has the share total_i / sum(total) of the result. Empty ones are not read.
-    Built in notebook 03.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)

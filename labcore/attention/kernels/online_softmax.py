@@ -11,6 +11,7 @@ times V, [D]. Scores are in units of log2, because exp2 is what the hardware com
 
 Sources: Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 (FlashAttention), Kwon et al. 2023
 (PagedAttention).
+Built in notebook 03.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ def token_offsets(block_table, tokens, present, kv_strides, BLOCK_SIZE: tl.const
 
     Only entries of tokens that are `present` are read: what the table holds beyond the sequence doesn't matter. The
     block id is widened before the product, because a pool has more than 2^31 elements sooner than one thinks.
-    Built in notebook 03.
     """
     blocks = tl.load(block_table + tokens // BLOCK_SIZE, mask=present, other=0)  # the line that makes attention paged
     return blocks.to(tl.int64) * kv_strides[0] + tokens % BLOCK_SIZE * kv_strides[1]
@@ -36,10 +36,7 @@ def token_offsets(block_table, tokens, present, kv_strides, BLOCK_SIZE: tl.const
 
 @triton.jit
 def scaled_scores(scores, scale, SOFTCAP: tl.constexpr):
-    """Scores in units of log2: scaled, and with a SOFTCAP squashed to SOFTCAP * tanh(score / SOFTCAP).
-
-    Built in notebook 03.
-    """
+    """Scores in units of log2: scaled, and with a SOFTCAP squashed to SOFTCAP * tanh(score / SOFTCAP)."""
     if SOFTCAP is not None:
         doubled = scores * (scale * (2 * LOG2E / SOFTCAP))
         return (1 - 2 / (tl.exp2(doubled) + 1)) * (SOFTCAP * LOG2E)  # tanh, right at both ends
@@ -51,7 +48,7 @@ def online_softmax(scores, peak, total):
     """Let one more tile of scores, [ROWS, TILE], into each row's softmax.
 
     Returns the tile's weights, the factor for everything summed before it, and the new peak and total. A row that has
-    seen no key yet has the peak -inf; it is measured from 0 instead, as -inf - -inf is NaN. Built in notebook 03.
+    seen no key yet has the peak -inf; it is measured from 0 instead, as -inf - -inf is NaN.
     """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -62,10 +59,7 @@ def online_softmax(scores, peak, total):
 
 @triton.jit
 def vectors(starts, valid, stride_dim, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
-    """Offsets and mask, [N, DIMS], of N vectors of HEAD_DIM elements that begin at `starts`. DIMS is a power of two.
-
-    Built in notebook 03.
-    """
+    """Offsets and mask, [N, DIMS], of N vectors of HEAD_DIM elements that begin at `starts`. DIMS is a power of two."""
     dims = tl.arange(0, DIMS)[None, :]
     return starts[:, None] + dims * stride_dim, valid[:, None] & (dims < HEAD_DIM)
 
@@ -81,7 +75,6 @@ def attend_tile(
     seen      [ROWS, TILE]   which row may look at which key; [1, TILE] if all rows see the same
 
     float32 is multiplied as such ("ieee"): the default would round the operands to TF32, with 10 bits of mantissa.
-    Built in notebook 03.
     """
     where, inside = vectors(offsets, present, stride_dim, HEAD_DIM, DIMS)
     k = tl.load(k_cache + where, mask=inside, other=0.0)
@@ -94,10 +87,7 @@ def attend_tile(
 
 @triton.jit
 def first_state(sinks, heads, valid, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """acc, peak and total before the first key. A sink is a score that was seen already, and that brought no V.
-
-    Built in notebook 03.
-    """
+    """acc, peak and total before the first key. A sink is a score that was seen already, and that brought no V."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
         peak = tl.load(sinks + heads, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E

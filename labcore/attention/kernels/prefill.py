@@ -1,4 +1,4 @@
-"""Prefill, and any mix of prefill and decode: queries of many sequences in one launch.
+"""Prefill, and any mix of prefill and decode: queries of many sequences in one launch. Built in notebook 03.
 
 A row of a tile is a pair (token, head of the group), head fastest: with G query heads per KV head, n query tokens are a
 run of n * G rows, cut into tiles of ROWS. No tile holds rows of two sequences:
@@ -24,7 +24,7 @@ from labcore.attention.kernels.triton_mode import tl, triton
 
 @triton.jit
 def first_tile(cu_seqlens, seq, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The first tile of sequence `seq`. Built in notebook 03."""
+    """The first tile of sequence `seq`."""
     return tl.load(cu_seqlens + seq) * GROUP // ROWS + seq
 
 
@@ -32,7 +32,7 @@ def first_tile(cu_seqlens, seq, GROUP: tl.constexpr, ROWS: tl.constexpr):
 def find_owner(cu_seqlens, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The sequence that a tile belongs to, its tokens [start, stop), and where among its rows the tile begins.
 
-    The owner is the last sequence whose first tile is not after this one. Built in notebook 03.
+    The owner is the last sequence whose first tile is not after this one.
     """
     seq, high = 0, num_seqs
     while high - seq > 1:
@@ -51,7 +51,7 @@ def paged_prefill(
 ):
     """Causal attention of q, [T, Hq, D], over each sequence's history and its own queries; out has q's shape.
 
-    Grid (T * G // ROWS + S, Hkv). Built in notebook 03.
+    Grid (T * G // ROWS + S, Hkv).
     """
     kv_head = tl.program_id(1)
     seq, start, stop, first_row = find_owner(cu_seqlens, tl.program_id(0), num_seqs, GROUP, ROWS)

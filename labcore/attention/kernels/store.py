@@ -1,4 +1,4 @@
-"""Write a step's K and V into the pool: one program per token, all its KV heads at once.
+"""Write a step's K and V into the pool: one program per token, all its KV heads at once. Built in notebook 03.
 
     slot_mapping  [29, 44, -1]    slot = block * block_size + offset in the block
                     │   │   └ padding: writes nothing
@@ -16,7 +16,7 @@ def store_kv(
     k, v, k_cache, v_cache, slot_mapping, k_strides, v_strides, kv_strides,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):
-    """k and v, [T, Hkv, D], to their slots of the pool. Grid (T,). Built in notebook 03."""
+    """k and v, [T, Hkv, D], to their slots of the pool. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:

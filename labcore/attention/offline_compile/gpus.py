@@ -1,4 +1,7 @@
-"""The GPU generations that the kernels are built for, and how many programs of a kernel fit on one multiprocessor."""
+"""The GPU generations that the kernels are built for, and how many programs of a kernel fit on one multiprocessor.
+
+`programs_per_processor` is built in notebook 03.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,6 @@ def programs_per_processor(target: Target, registers: int, warps: int, shared: i
 
     registers   per thread; hardware hands them out to a warp in portions of 256
     shared      bytes per program
-    Built in notebook 03.
     """
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // per_warp // warps

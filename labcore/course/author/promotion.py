@@ -20,6 +20,7 @@ from labcore.course.curriculum import HOUSE, Room, notebook_files
 
 PACKAGE = Path(__file__).parents[2]
 MARKER = re.compile(r"#\s*labcore:\s*(\S.*)")
+BUILT_IN = re.compile(r"[Bb]uilt\s+in\s+notebooks?\s+\d\d(?:(?:,|\s+and|,\s+and)\s+\d\d)*")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 # Public symbols of the parts that no notebook builds, each with the reason; a whole module goes by its name.
@@ -121,13 +122,13 @@ def differences(symbol: Promoted, package: Path) -> list[str]:
     where = f"{symbol.name}   notebook {symbol.notebook}, cell {symbol.cell}, and labcore/{path}"
     if not file.is_file():
         return [f"{where}: there is no such module."]
-    node = definitions(ast.parse(file.read_text(encoding="utf-8"))).get(name)
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    node = definitions(tree).get(name)
     if node is None:
         return [f"{where}: the module doesn't define it."]
     problems = []
-    docstring = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
-    if not isinstance(node, (ast.Assign, ast.AnnAssign)) and f"notebook {symbol.notebook}" not in (docstring or ""):
-        problems.append(f'{where}: the package\'s docstring must say "Built in notebook {symbol.notebook}."')
+    if symbol.notebook not in builders(ast.get_docstring(tree) or ""):
+        problems.append(f'{where}: the module\'s docstring must say "Built in notebook {symbol.notebook}."')
     if not (isinstance(node, ast.ClassDef) and isinstance(symbol.node, ast.ClassDef)):
         return problems + _drift(where, symbol.node, node)
     problems += _drift(where, _header(symbol.node), _header(node))
@@ -137,6 +138,11 @@ def differences(symbol: Promoted, package: Path) -> list[str]:
         where = f"{symbol.name}.{member}   notebook {symbol.notebook}, cell {cell}, and labcore/{path}"
         problems += _drift(where, symbol.members.get(member), theirs.get(member))
     return problems
+
+
+def builders(docstring: str) -> set[str]:
+    """The notebooks that a module's docstring names: {"04", "06"} of "Built in notebooks 04 and 06."."""
+    return {number for match in BUILT_IN.finditer(docstring) for number in re.findall(r"\d\d", match[0])}
 
 
 def definitions(tree: ast.Module) -> dict[str, Definition]:
