@@ -37,7 +37,7 @@ COMMANDS: Table = {
     "check": ("labcore.cli.check", "which exercises are done, and what comes next"),
     "student": ("labcore.cli.student", "make the student edition of the notebooks"),
     "trace": ("labcore.cli.trace", "look at a flight record, or make an HTML page of it"),
-    "course": ("labcore.cli.course_tools", "for authors: run, promote, rules, claims"),
+    "course": ("labcore.cli.course_tools", "for authors: run, check-promotion, rules, claims"),
 }
 """name: (module, or a table of its own, and help)."""
 

@@ -2,7 +2,7 @@
 
 In a notebook:
 
-    from labcore.course import check, finished, hint, ledger, progress, prove
+    from labcore.course import check, hint, ledger, or_reference, progress, swap_test
 
 The rest of this page is for those who write a notebook. The rules that a test enforces are in `labcore.course.author.rules`;
 `labcore course rules 02` lists what a notebook still breaks.
@@ -40,7 +40,7 @@ is ever patched, so a learner's half-finished method never reaches labcore's own
 don't have the new method: make new ones, as the reader expects. A method that calls `super()` belongs into the first
 cell.
 
-`labcore course promote --check` compares, symbol by symbol and method by method, the syntax trees with the package's.
+`labcore course check-promotion` compares, symbol by symbol and method by method, the syntax trees with the package's.
 Comments, docstrings and the order of methods may differ. Nothing else may: annotations, names and constants are the
 same.
 
@@ -70,12 +70,12 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
             ### END SOLUTION
 
     check("02.copy_on_write", BlockTable)
-    BlockTable = finished("02.copy_on_write", BlockTable)           # yours once it passes, ours until then
+    BlockTable = or_reference("02.copy_on_write", BlockTable)       # yours once it passes, ours until then
 
-`finished` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
+`or_reference` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
 labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. What it
 falls back to makes objects of labcore's classes, not of the notebook's: below it, compare numbers and lists, no
-classes. `check` and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can
+classes. `check` and `or_reference` may stand in the same cell or in the one below; in a cell of its own, nbgrader can
 lock the check.
 
 In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
@@ -84,7 +84,7 @@ outside of one. So keep signature and docstring above BEGIN. Each marker has its
 
 - A line of a solution with more than 15 characters may stand nowhere else in the student edition: not in another
   cell, not in a hint. The build stops and says where it does.
-- Outputs are removed from cells with a solution, a `check`, `finished`, `progress`, `hint` or `prove`, and from those
+- Outputs are removed from cells with a solution, a `check`, `or_reference`, `progress`, `hint` or `swap_test`, and from those
   with the tag `answer`: give it to a cell that shows what the learner should find out.
 - In text, `<details><summary>Solution…</summary>…</details>` is removed; `<summary>Answer` (of a *Predict*) stays.
 - A text or code cell with the tag `solution` is a solution as a whole.
@@ -113,7 +113,7 @@ The tests want `tests/course_solutions/nb02.py`, for each exercise:
 
 3. The closing sections
 -----------------------
-`prove(BlockPool, model=llm)` runs the model with the notebook's part and with ours and says where they part, if they
+`swap_test(BlockPool, model=llm)` runs the model with the notebook's part and with ours and says where they part, if they
 do. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
 `data/claims.json`, described in `labcore.course.learner.claims`. `claim("reserve").figure` is there to be asserted against,
 so that ledger and notebook can't drift apart. `progress("02")` shows this notebook's exercises.
@@ -127,7 +127,7 @@ always reads the same.
 """
 
 from labcore.course.learner.claims import claim, ledger
-from labcore.course.learner.engine_diff import prove
-from labcore.course.learner.verdict import check, finished, hint, progress
+from labcore.course.learner.engine_diff import swap_test
+from labcore.course.learner.verdict import check, hint, or_reference, progress
 
-__all__ = ["check", "claim", "finished", "hint", "ledger", "progress", "prove"]
+__all__ = ["check", "claim", "hint", "ledger", "or_reference", "progress", "swap_test"]

@@ -12,7 +12,7 @@ from labcore.course import exercises as specs
 from labcore.course.author import rules
 from labcore.course.author.notebooks import clean, code_cells, notebook_text
 from labcore.course.author.rules import RULES, SECTIONS, rules_broken
-from labcore.course.curriculum import Room
+from labcore.course.curriculum import Lesson
 from labcore.course.learner.claims import Claim
 
 CLAIM = Claim("util", "paging uses over 90 % of KV memory", "holds", 96.3, "%", "quoted", "a paper", "77")
@@ -21,9 +21,9 @@ RECAP = "## Recap\n\nWho owns a block? Who frees it? When?\n\nNext: nothing."
 
 
 @pytest.fixture(autouse=True)
-def mini_house(monkeypatch):
+def mini_lessons(monkeypatch):
     monkeypatch.setattr(specs, "__path__", [*specs.__path__, str(mini_course.HERE)])
-    monkeypatch.setattr(rules, "room", lambda number: Room("77_mini", ("kvcache.blocks",)) if number == "77" else None)
+    monkeypatch.setattr(rules, "lesson", lambda number: Lesson("77_mini", ("kvcache.blocks",)) if number == "77" else None)
     monkeypatch.setattr(rules, "load_claims", lambda: [CLAIM])
 
 
@@ -164,9 +164,9 @@ def test_a_notebook_with_too_few_exercises_or_no_bug_hunt_is_found(tmp_path, mon
     assert "none of the exercises is a bug hunt" in problems
 
 
-def test_a_notebook_without_a_room_or_with_another_name_is_found(tmp_path):
-    assert any("the house has no room 78" in problem for problem in broken(tmp_path, good(), "78_mini.ipynb"))
-    assert any("the house calls it 77_mini.ipynb" in problem for problem in broken(tmp_path, good(), "77_maxi.ipynb"))
+def test_a_notebook_without_a_lesson_or_with_another_name_is_found(tmp_path):
+    assert any("the course has no lesson 78" in problem for problem in broken(tmp_path, good(), "78_mini.ipynb"))
+    assert any("the course calls it 77_mini.ipynb" in problem for problem in broken(tmp_path, good(), "77_maxi.ipynb"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from labcore.course.author.notebooks import calls, code_cells, parse_cell, read_notebook
-from labcore.course.curriculum import HOUSE, Room, notebook_files
+from labcore.course.curriculum import LESSONS, Lesson, notebook_files
 
 PACKAGE = Path(__file__).parents[2]
 MARKER = re.compile(r"#\s*labcore:\s*(\S.*)")
@@ -54,7 +54,7 @@ class Promoted:
 
 @dataclass
 class Report:
-    """What `promote --check` has to say: who owns what, what is to come, and what is wrong."""
+    """What `check-promotion` has to say: who owns what, what is to come, and what is wrong."""
 
     owned: dict[str, list[str]]  # notebook → the symbols it owns
     to_come: dict[str, tuple[str, ...]]  # notebook that isn't written yet → its parts
@@ -69,23 +69,23 @@ class Report:
         return "\n".join(rows)
 
 
-def compare(folder: Path, package: Path = PACKAGE, house: tuple[Room, ...] = HOUSE) -> Report:
+def compare(folder: Path, package: Path = PACKAGE, lessons: tuple[Lesson, ...] = LESSONS) -> Report:
     """Compare every marked cell of the notebooks in `folder` with the modules in `package`, and look for gaps."""
     promoted, problems = collect(folder)
     written = {path.stem for path in notebook_files(folder)}
     problems += [problem for symbol in promoted.values() for problem in differences(symbol, package)]
     problems += [
         p
-        for room in house
-        if room.notebook in written
-        for part in room.parts
-        for p in _gaps(part, room.number, promoted, package)
+        for lesson in lessons
+        if lesson.notebook in written
+        for part in lesson.parts
+        for p in _gaps(part, lesson.number, promoted, package)
     ]
     problems += [
         f"{name} is kept out, but notebook {promoted[name].notebook} owns it." for name in KEPT_OUT if name in promoted
     ]
     owned = {stem: sorted(s.name for s in promoted.values() if s.notebook == stem[:2]) for stem in sorted(written)}
-    to_come = {room.notebook: room.parts for room in house if room.notebook not in written}
+    to_come = {lesson.notebook: lesson.parts for lesson in lessons if lesson.notebook not in written}
     return Report(owned, to_come, problems)
 
 
@@ -148,11 +148,11 @@ def builders(docstring: str) -> set[str]:
 def definitions(tree: ast.Module) -> dict[str, Definition]:
     """What a module (or a cell) defines at its top level, also inside `if` and `try`, by name.
 
-    The line `BlockPool = finished("02.allocate", BlockPool)` of an exercise defines nothing.
+    The line `BlockPool = or_reference("02.allocate", BlockPool)` of an exercise defines nothing.
     """
     found: dict[str, Definition] = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(call is node.value for call in calls(node, "finished")):
+        if isinstance(node, ast.Assign) and any(call is node.value for call in calls(node, "or_reference")):
             continue
         if isinstance(node, (ast.If, ast.Try)):
             branches = [node.body, node.orelse, *(handler.body for handler in getattr(node, "handlers", ()))]

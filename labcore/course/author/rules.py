@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from labcore.course.author.notebooks import KERNELSPEC, calls, clean, code_cells, notebook_text, parse_cell, read_notebook
 from labcore.course.author.promotion import collect, definitions
-from labcore.course.curriculum import Room, notebook_files, room
+from labcore.course.curriculum import Lesson, lesson, notebook_files
 from labcore.course.learner.claims import load_claims
 from labcore.course.learner.exercise import Exercise, notebook_exercises
 
@@ -70,12 +70,12 @@ class Written:
         return self.path.stem[:2]
 
     @property
-    def room(self) -> Room | None:
-        return room(self.number)
+    def lesson(self) -> Lesson | None:
+        return lesson(self.number)
 
     @property
     def builds_a_part(self) -> bool:
-        return self.room is not None and bool(self.room.parts)
+        return self.lesson is not None and bool(self.lesson.parts)
 
     def code(self) -> Iterator[tuple[int, NotebookNode]]:
         return code_cells(self.notebook)
@@ -96,10 +96,10 @@ def rules_broken(path: Path) -> list[str]:
     return [problem for rule in RULES for problem in rule(written)]
 
 
-def has_its_room(n: Written) -> list[str]:
-    if n.room is None:
-        return [f"{n.path.name}: the house has no room {n.number} — see labcore.course.curriculum."]
-    return [] if n.room.notebook == n.path.stem else [f"{n.path.name}: the house calls it {n.room.notebook}.ipynb."]
+def has_its_lesson(n: Written) -> list[str]:
+    if n.lesson is None:
+        return [f"{n.path.name}: the course has no lesson {n.number} — see labcore.course.curriculum."]
+    return [] if n.lesson.notebook == n.path.stem else [f"{n.path.name}: the course calls it {n.lesson.notebook}.ipynb."]
 
 
 def is_in_canonical_form(n: Written) -> list[str]:
@@ -193,7 +193,7 @@ def opening_tells_what_to_expect(n: Written) -> list[str]:
     if first.cell_type != "markdown" or not first.source.startswith("# "):
         return ["the first cell must be text that opens with the title, `# …`"]
     words = [word for word in OPENING_WORDS if word not in first.source.lower()]
-    words += [part for part in (n.room.parts if n.room else ()) if f"labcore/{part.replace('.', '/')}" not in first.source]
+    words += [part for part in (n.lesson.parts if n.lesson else ()) if f"labcore/{part.replace('.', '/')}" not in first.source]
     return [f"the first cell doesn't speak of {', '.join(words)}"] if words else []
 
 
@@ -314,7 +314,7 @@ def claims_are_shown(n: Written) -> list[str]:
 
 
 RULES: tuple[Callable[[Written], list[str]], ...] = (
-    has_its_room,
+    has_its_lesson,
     is_in_canonical_form,
     was_run_top_to_bottom,
     cells_are_short,

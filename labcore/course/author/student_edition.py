@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 LEAK_LENGTH = 15  # a line of a solution longer than this must not stand anywhere in the student edition
-TALKING = ("check", "finished", "progress", "hint", "prove")  # calls whose output tells how far the learner is
+TALKING = ("check", "or_reference", "progress", "hint", "swap_test")  # calls whose output tells how far the learner is
 SOLUTION_DETAILS = re.compile(r"<details>\s*<summary>\s*Solution.*?</details>", re.DOTALL | re.IGNORECASE)
 MARKDOWN_STUB = "*Your turn.*"
 

@@ -62,7 +62,7 @@ class Exercise:
     check:       function of the learner's object; returns when all is well, calls `expect` to object.
     passed:      what a passing object has been seen to do; the check's one line of praise.
     hints:       from a nudge to nearly the answer, two at least. No line of the solution stands in one.
-    reference:   our own object, as a path inside labcore ("kvcache.blocks.BlockPool"); what `finished` goes on with.
+    reference:   our own object, as a path inside labcore ("kvcache.blocks.BlockPool"); what `or_reference` goes on with.
     """
 
     id: str

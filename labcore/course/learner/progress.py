@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from labcore.course.curriculum import next_room, room
+from labcore.course.curriculum import lesson, next_lesson
 from labcore.course.learner.exercise import Exercise, notebook_exercises, notebooks_with_exercises
 from labcore.course.project import write_atomically
 from labcore.files.folder_lock import folder_lock
@@ -110,8 +110,8 @@ def what_comes_next(progress: Progress, notebook: str | None = None) -> str:
     if open_exercises:
         first = open_exercises[0]
         return f"{first.id}, {first.title} ({first.minutes} min)"
-    following = next_room(numbers[-1]) if numbers else None
-    return f"notebook {following.notebook}" if following else "nothing: the house is built"
+    following = next_lesson(numbers[-1]) if numbers else None
+    return f"notebook {following.notebook}" if following else "nothing: the course is complete"
 
 
 def _one_notebook(progress: Progress, number: str) -> list[str]:
@@ -133,6 +133,6 @@ def _all_notebooks(progress: Progress) -> list[str]:
 def _summary(progress: Progress, number: str) -> str:
     exercises = notebook_exercises(number)
     left: list[Exercise] = [e for e in exercises if not progress.is_done(e.id)]
-    name = room(number).notebook if room(number) else number
+    name = lesson(number).notebook if lesson(number) else number
     minutes = f"about {sum(e.minutes for e in left)} minutes left" if left else "complete"
     return f"{name:26} {len(exercises) - len(left)} of {len(exercises)} exercises done, {minutes}"

@@ -1,8 +1,8 @@
 """Run the learner's code under a time limit, in any kernel, on any platform.
 
-The code runs in a daemon thread; we wait on this side. When time is up, Python raises `Stopped` inside that thread
+The code runs in a daemon thread; we wait on this side. When time is up, Python raises `TimedOut` inside that thread
 between two of its bytecodes, which ends a `while True: pass`. A thread that sits in a long C call (a sleep, a big
-product) can't be interrupted; it is left behind, and `Stopped` is waiting for it when the call comes back.
+product) can't be interrupted; it is left behind, and `TimedOut` is waiting for it when the call comes back.
 What no thread can do is to end a C call that never lets go of the interpreter (`sum(itertools.count())`).
 """
 
@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from labcore.course.learner.locate_error import place_of_frame
+from labcore.course.learner.locate_error import locate_frame
 
 
-class Stopped(SystemExit):
+class TimedOut(SystemExit):
     """Time is up. Not an `Exception`, so that a learner's `except Exception` doesn't swallow it; and a `SystemExit`,
     which a thread ends with in silence."""
 
@@ -34,10 +34,10 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     timed_out: bool = False
-    place: str = ""  # the line it was at when time was up
+    location: str = ""  # the line it was at when time was up
 
 
-def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
+def run_with_timeout(call: Callable[[], Any], seconds: float) -> Outcome:
     """Call `call()` for at most `seconds`; never raises what it raises. A KeyboardInterrupt of ours stops it, too."""
     outcome, done = Outcome(), threading.Event()
 
@@ -61,16 +61,16 @@ def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
         raise
     if finished:
         return outcome
-    place = place_of_frame(sys._current_frames().get(thread.ident))
+    location = locate_frame(sys._current_frames().get(thread.ident))
     _stop(thread)
-    return Outcome(timed_out=True, place=place)
+    return Outcome(timed_out=True, location=location)
 
 
-def _stop(thread: threading.Thread, patience: float = 1.0) -> None:
-    """Raise `Stopped` in the thread, again and again for a while: code with a bare `except:` swallows some of them."""
-    deadline = time.monotonic() + patience
+def _stop(thread: threading.Thread, grace: float = 1.0) -> None:
+    """Raise `TimedOut` in the thread, again and again for a while: code with a bare `except:` swallows some of them."""
+    deadline = time.monotonic() + grace
     while thread.is_alive() and time.monotonic() < deadline:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimedOut))
         thread.join(0.002)
 
 
