@@ -1,4 +1,4 @@
-"""`labcore course …`: what authors of notebooks need. run | check-promotion | rules | claims."""
+"""`labcore course …`: tools for notebook authors. run | check-promotion | rules | claims."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_promotion(arguments: argparse.Namespace) -> int:
-    """Print who owns what and every difference. Exit status 1 if there is one."""
+    """Print owners and differences. Exit status 1 if there is a difference."""
     report = compare(arguments.notebooks or project_folder() / "notebooks")
     print(report)
     return 1 if report.problems else 0
 
 
 def check_rules(arguments: argparse.Namespace) -> int:
-    """Print what breaks a rule. Exit status 1 if anything does."""
+    """Print violations of the rules. Exit status 1 if there is one."""
     status = 0
     for path in chosen(arguments):
         broken = rules_broken(path)
@@ -68,7 +68,7 @@ def show_claims(arguments: argparse.Namespace) -> int:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Path]:
-    """The notebooks that were asked for by number, or all. Raises ValueError for a number that none has."""
+    """The notebooks with the given numbers, or all. Raises ValueError for an unknown number."""
     files = notebook_files(arguments.notebooks or project_folder() / "notebooks")
     numbers = [number.zfill(2) for number in arguments.numbers]
     unknown = [number for number in numbers if number not in {path.stem[:2] for path in files}]

@@ -1,4 +1,4 @@
-"""`labcore generate`: one prompt or several, whole or as they grow, as text or as JSON."""
+"""`labcore generate`: continue one or several prompts; print text, a stream, or JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
     parser.add_argument("--system", help="with --chat: the system message")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--stream", action="store_true", help="print the text as it grows")
+    output.add_argument("--stream", action="store_true", help="print text as it is generated")
     output.add_argument("--json", action="store_true", help="print one JSON document with texts, tokens and times")
     SAMPLING.add_to(parser.add_argument_group("sampling"))
     ENGINE.add_to(parser.add_argument_group("engine"))
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tokens_of(llm: LLM, prompt: str, arguments: argparse.Namespace) -> list[int]:
-    """The prompt's token ids, under the chat template if that was asked for."""
+    """The prompt's token ids, with --chat under the chat template."""
     from labcore.engine.validation import check_text
 
     if not arguments.chat:
@@ -77,7 +77,7 @@ def tokens_of(llm: LLM, prompt: str, arguments: argparse.Namespace) -> list[int]
 
 
 def stream(llm: LLM, tokens: list[int], params: SamplingParams) -> None:
-    """Print the text as it grows. The engine holds back half characters and the beginnings of stop strings."""
+    """Print text as it is generated. The engine holds back incomplete characters and prefixes of stop strings."""
     llm.engine.add_request("stream", tokens, params)
     shown = ""
     while llm.engine.has_unfinished_requests():
@@ -89,7 +89,7 @@ def stream(llm: LLM, tokens: list[int], params: SamplingParams) -> None:
 
 
 def print_texts(outputs: list[RequestOutput]) -> None:
-    """One text as it is; several under a line that says which."""
+    """Print one text alone, several under a header line each."""
     texts = [(output, completion) for output in outputs for completion in output.outputs]
     for output, completion in texts:
         if len(texts) > 1:
@@ -99,13 +99,13 @@ def print_texts(outputs: list[RequestOutput]) -> None:
 
 
 def document(model: str, outputs: list[RequestOutput]) -> dict[str, Any]:
-    """The outputs as JSON has them: the field names of RequestOutput, times in seconds, no infinity and no NaN."""
+    """The outputs as JSON data: the field names of RequestOutput, times in seconds, neither infinity nor NaN."""
     requests = [{**asdict(output), "ttft": output.metrics.ttft, "e2e": output.metrics.e2e} for output in outputs]
     return finite({"model": model, "requests": requests})
 
 
 def finite(value: Any) -> Any:
-    """The same data with None for every float that JSON can't say."""
+    """The same data with None for infinite floats and NaN."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,11 +1,11 @@
-"""The course around the engine: exercises and their checks, promotion, the student edition, the hot-swap proof.
+"""The course around the engine: exercises and their checks, promotion, the student edition, the hot-swap test.
 
 In a notebook:
 
     from labcore.course import check, hint, ledger, or_reference, progress, swap_test
 
-The rest of this page is for those who write a notebook. The rules that a test enforces are in `labcore.course.author.rules`;
-`labcore course rules 02` lists what a notebook still breaks.
+The rest of this page is for authors of notebooks. The rules that a test enforces are in `labcore.course.author.rules`;
+`labcore course rules 02` lists a notebook's violations.
 
 
 1. Promotion: code that lands in the package
@@ -36,7 +36,7 @@ names the class, each later one the methods that it adds:
     class OutOfBlocks(RuntimeError): ...
 
 Why a subclass and no decorator: the cell looks as the method looks in the package, it can be run twice, and nothing
-is ever patched, so a learner's half-finished method never reaches labcore's own class. Objects made before the cell
+is patched, so a learner's incomplete method never reaches labcore's class. Objects made before the cell
 don't have the new method: make new ones, as the reader expects. A method that calls `super()` belongs into the first
 cell.
 
@@ -84,8 +84,8 @@ outside of one. So keep signature and docstring above BEGIN. Each marker has its
 
 - A line of a solution with more than 15 characters may stand nowhere else in the student edition: not in another
   cell, not in a hint. The build stops and says where it does.
-- Outputs are removed from cells with a solution, a `check`, `or_reference`, `progress`, `hint` or `swap_test`, and from those
-  with the tag `answer`: give it to a cell that shows what the learner should find out.
+- Outputs are removed from cells with a solution, a `check`, `or_reference`, `progress`, `hint` or `swap_test`, and from
+  cells with the tag `answer`: for a cell that shows what the learner should find out.
 - In text, `<details><summary>Solution…</summary>…</details>` is removed; `<summary>Answer` (of a *Predict*) stays.
 - A text or code cell with the tag `solution` is a solution as a whole.
 - For an nbgrader course, `labcore student build --nbgrader-source --out COURSE/source/labcore` writes what its
@@ -102,10 +102,10 @@ tells its fields and the words that a check is written in: `expect`, `expect_equ
 - It runs in its own thread, 20 s at most, and what the learner's code raises is reported with its line: don't catch
   it.
 
-A *bug hunt* starts from a promoted cell with the planted defect (`# labcore: course.specs.nb02.LeakyPool`: the tests
-prove that this very code is caught), the request log in which it shows, and a cell where the learner mends it.
+A *bug hunt* starts from a promoted cell with the planted defect (`# labcore: course.exercises.nb02_planted.LeakyPool`: the
+tests prove that this code is caught), the request log in which it shows, and a cell where the learner mends it.
 
-The tests want `tests/course_solutions/nb02.py`, for each exercise:
+The tests want `tests/support/course_solutions/nb02.py`, for each exercise:
 
     RIGHT = {"02.copy_on_write": [BlockTable, AnotherWay]}                  two at least, written differently
     WRONG = {"02.copy_on_write": [(KeepsOldReference, "refcount 2"), …]}    three at least, with words of their verdict
@@ -113,8 +113,8 @@ The tests want `tests/course_solutions/nb02.py`, for each exercise:
 
 3. The closing sections
 -----------------------
-`swap_test(BlockPool, model=llm)` runs the model with the notebook's part and with ours and says where they part, if they
-do. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
+`swap_test(BlockPool, model=llm)` runs the model with the notebook's part and with labcore's, and reports the first
+difference. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
 `data/claims.json`, described in `labcore.course.learner.claims`. `claim("reserve").figure` is there to be asserted against,
 so that ledger and notebook can't drift apart. `progress("02")` shows this notebook's exercises.
 

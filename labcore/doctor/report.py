@@ -1,12 +1,12 @@
-"""The machine check: what labcore needs, whether it is there, and what to do if not.
+"""The machine check: what labcore needs, whether it is present, and what to do if not.
 
-    Machine (facts, machine.py)  →  one function a row  →  rows  →  a table, or JSON
+    Machine (facts.py)  →  one function a check  →  findings  →  a table, or JSON
 
-Each row is a pure function of the facts, so every situation is tested without its hardware. What the marks mean:
+Each check is a pure function of the facts, so every situation is tested without its hardware. Statuses:
 
     ok     as it should be
-    warn   everything runs, with a limit that the row names
-    fail   something of the course will not run until this is mended
+    warn   everything runs, with a limitation that the finding names
+    fail   part of the course will not run until this is fixed
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTALL = "run `make lab`, or pip install -r requirements.lock"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the check. `status` is "ok", "warn" or "fail"; `advice` says what to do, empty when ok."""
+    """The result of one check. `status` is "ok", "warn" or "fail"; `advice` says what to do, empty when ok."""
 
     name: str
     status: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def diagnose(machine: Machine) -> list[Finding]:
-    """What the facts mean, one row for each thing that labcore needs."""
+    """Run all checks: one finding for each thing that labcore needs."""
     return [check(machine) for check in CHECKS]
 
 
@@ -59,7 +59,7 @@ def check_torch(machine: Machine) -> Finding:
 
 
 def check_triton(machine: Machine) -> Finding:
-    """Only the kernel stage needs Triton, and only Linux has it."""
+    """Only the Triton backend needs Triton, and only Linux has it."""
     version = machine.versions.get("triton")
     if version is None and machine.system != "Linux":
         return Finding("triton", "warn", f"not made for {machine.system}", f"nothing to do: {WITHOUT_TRITON}")
@@ -80,7 +80,7 @@ def check_transformers(machine: Machine) -> Finding:
 
 
 def check_gpu(machine: Machine) -> Finding:
-    """The GPU, and the four ways in which one that is there can't be used."""
+    """The GPU, and the reasons why one that is present can't be used."""
     if not machine.gpus and not machine.driver:
         return Finding("GPU", "ok", "none: everything runs on the CPU")
     found = describe(machine.gpus) if machine.gpus else f"none that answers, driver {machine.driver}"
@@ -90,7 +90,7 @@ def check_gpu(machine: Machine) -> Finding:
             return Finding("GPU", "fail", found, 'older than sm_75, for which nothing is built: pass device="cpu"')
         return Finding("GPU", "ok", found)
     if "torch" not in machine.versions or "torch" in machine.broken:
-        return Finding("GPU", "warn", found, "can't be used before torch is mended")
+        return Finding("GPU", "warn", found, "can't be used before torch is fixed")
     if machine.torch_cuda is None:
         advice = "everything runs, on the CPU; to use the GPU install a CUDA build of torch (README, GPU)"
         return Finding("GPU", "warn", f"{found}, but torch is a CPU build", advice)
@@ -189,7 +189,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def describe(gpus: tuple[Gpu, ...]) -> str:
-    """The first GPU in words, and how many more there are."""
+    """Name, memory and architecture of the first GPU, and the number of others."""
     first = gpus[0]
     text = f"{first.name}, {first.memory_gib:.0f} GiB"
     if first.capability is not None:
@@ -198,7 +198,7 @@ def describe(gpus: tuple[Gpu, ...]) -> str:
 
 
 def table(findings: list[Finding]) -> str:
-    """The rows as text, advice under the row that it belongs to."""
+    """The findings as text, each with its advice below."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -216,7 +216,7 @@ def doctor() -> bool:
 
 
 def passed(findings: list[Finding]) -> bool:
-    """Whether the course runs here; warnings do not count."""
+    """Whether no check failed; warnings don't count."""
     return all(finding.status != "fail" for finding in findings)
 
 
@@ -228,7 +228,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`labcore doctor`: exit status 1 if a row failed."""
+    """`labcore doctor`: exit status 1 if a check failed."""
     findings = diagnose(gather())
     if arguments.json:
         print(json.dumps({"ok": passed(findings), "rows": [asdict(finding) for finding in findings]}, indent=2))

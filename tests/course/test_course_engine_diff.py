@@ -112,8 +112,8 @@ def test_which_blocks_a_pool_hands_out_is_its_own_business(loaded):
     ("seam", "part", "words"),
     [
         ("block_pool", LosesOneOfFour, "they part at step"),
-        ("block_pool", LosesOneOfFour, "Then the engine's audit finds: block"),
-        ("block_pool", GivesTheSameTwice, "the engine's audit finds: block 0: "),
+        ("block_pool", LosesOneOfFour, "Then the engine's invariants are violated: block"),
+        ("block_pool", GivesTheSameTwice, "the engine's invariants are violated: block 0: "),
         (
             "block_pool",
             RaisesLate,

@@ -120,7 +120,7 @@ def test_a_good_notebook_breaks_no_rule(tmp_path):
         (lambda: changed("check(", "chec("), "no exercise is checked"),
         (
             lambda: changed('check("77.total"', 'check("77.totals"'),
-            "77.totals: is checked, but isn't in labcore/course/specs/nb77",
+            "77.totals: is checked, but isn't in labcore/course/exercises/nb77",
         ),
         (lambda: changed('check("77.total", 6)', "6"), "77.total: is checked 0 times, must be once"),
         (lambda: numbered(cell("code", 'check("77.total", 7)')), "77.total: is checked 2 times, must be once"),

@@ -24,7 +24,7 @@ from labcore.files.folder_lock import folder_lock
 from labcore.setup import __main__ as commands
 from labcore.setup import clean as cleaning
 from labcore.setup import environment as env
-from labcore.setup.errors import SetupError, explain_import, explain_os, explain_pip, explain_venv
+from labcore.setup.explain import SetupError, explain_import, explain_os, explain_pip, explain_venv
 from labcore.setup.ownership import MARKER, MARKS, STAMP, UNFINISHED, empty, mark, why_not_ours
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,8 +1,7 @@
 """Notebook files: read, written in one canonical form, and executed in place in a fresh kernel.
 
-Everything that differs from run to run without meaning anything is taken out: timings in the metadata, widget state,
-the way in which printed text was cut into messages. What is left reads the same after each execution, so that a diff
-shows what changed and nbval compares what was said.
+What varies between runs is removed: timings in the metadata, widget state, the division of printed text into messages.
+The rest is the same after each execution, so that diffs show changes and nbval can compare outputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Promotion: the notebook's code and the package's are one and the same, and a test holds them to it.
+"""Promotion: the notebooks' code and the package's code are identical, and a test checks it.
 
-A code cell whose first line is `# labcore: kvcache.blocks.BlockPool.allocate` defines that symbol for both. Here the marked
-cells of all notebooks are collected, put together (a class may be opened again cell by cell), and compared with the
-package as syntax trees: comments, docstrings and the order of methods may differ, nothing else may.
-How authors write the cells is told in `labcore.course`.
+A code cell whose first line is `# labcore: kvcache.blocks.BlockPool.allocate` defines that symbol. The marked cells of all
+notebooks are collected, merged (a class may be reopened cell by cell), and compared with the package as syntax trees:
+only comments, docstrings and the order of methods may differ.
+`labcore.course` explains how to write the cells.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARKER = re.compile(r"#\s*labcore:\s*(\S.*)")
 BUILT_IN = re.compile(r"[Bb]uilt\s+in\s+notebooks?\s+\d\d(?:(?:,|\s+and|,\s+and)\s+\d\d)*")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
-# Public symbols of the parts that no notebook builds, each with the reason; a whole module goes by its name.
+# Public symbols, or whole modules, that no notebook builds, each with the reason.
 KEPT_OUT: dict[str, str] = {
     "attention.backend": "the seam that kernels plug into, and the geometry of a step; notebook 03 uses both as they are",
     "attention.offline_compile.report": "a tool: the compile gate",
@@ -54,7 +54,7 @@ class Promoted:
 
 @dataclass
 class Report:
-    """What `check-promotion` has to say: who owns what, what is to come, and what is wrong."""
+    """The result of `check-promotion`: owners, parts to come, and problems."""
 
     owned: dict[str, list[str]]  # notebook → the symbols it owns
     to_come: dict[str, tuple[str, ...]]  # notebook that isn't written yet → its parts
@@ -70,7 +70,7 @@ class Report:
 
 
 def compare(folder: Path, package: Path = PACKAGE, lessons: tuple[Lesson, ...] = LESSONS) -> Report:
-    """Compare every marked cell of the notebooks in `folder` with the modules in `package`, and look for gaps."""
+    """Compare the marked cells of the notebooks in `folder` with `package`, and find symbols without an owner."""
     promoted, problems = collect(folder)
     written = {path.stem for path in notebook_files(folder)}
     problems += [problem for symbol in promoted.values() for problem in differences(symbol, package)]
@@ -90,7 +90,7 @@ def compare(folder: Path, package: Path = PACKAGE, lessons: tuple[Lesson, ...] =
 
 
 def collect(folder: Path) -> tuple[dict[str, Promoted], list[str]]:
-    """The promoted symbols of all notebooks in `folder` by name, and what is wrong with the cells themselves."""
+    """The promoted symbols of all notebooks in `folder` by name, and the problems of the cells themselves."""
     symbols: dict[str, Promoted] = {}
     problems: list[str] = []
     for path in notebook_files(folder):
@@ -115,7 +115,7 @@ def marked_names(source: str) -> list[str]:
 
 
 def differences(symbol: Promoted, package: Path) -> list[str]:
-    """Where a promoted symbol and the package part, each as a few readable lines; empty if they agree."""
+    """Differences between a promoted symbol and the package's, each as a few lines; empty if they agree."""
     module, _, name = symbol.name.rpartition(".")
     path = module.replace(".", "/") + ".py"
     file = package / path
@@ -187,7 +187,7 @@ def public_symbols(part: str, package: Path = PACKAGE) -> dict[str, Definition]:
 
 
 def _add_cell(symbols: dict[str, Promoted], notebook: str, number: int, names: list[str], source: str) -> list[str]:
-    """Enter the definitions of one marked cell into `symbols`; return what is wrong with the cell."""
+    """Add the definitions of one marked cell to `symbols`; returns the cell's problems."""
     tree = parse_cell(source)
     if tree is None:
         return ["is marked for promotion, but isn't plain Python."]
@@ -243,7 +243,7 @@ def _add_members(
 
 
 def _gaps(part: str, notebook: str, promoted: dict[str, Promoted], package: Path) -> list[str]:
-    """What a part whose notebook is written still lacks: a module, an owner for the part, for a public symbol."""
+    """What is missing from a part whose notebook is written: its module, its owner, or owners of public symbols."""
     symbols = public_symbols(part, package)
     if not symbols:
         return [f"{part}: notebook {notebook} is written, but labcore/{part.replace('.', '/')} has nothing in it."]
@@ -274,7 +274,7 @@ def _reopens(node: ast.AST) -> bool:
 
 
 def _is_trial(node: ast.AST) -> bool:
-    """True for `pool = BlockPool(4, 4)` below a definition: a line that tries it, in small letters."""
+    """True for `pool = BlockPool(4, 4)` below a definition: a lower-case name, assigned to try the code."""
     return isinstance(node, (ast.Assign, ast.AnnAssign)) and not any(name.isupper() for name in _bound_names(node))
 
 

@@ -1,8 +1,8 @@
-"""The rules that every notebook of the course keeps, each a function that returns what breaks it.
+"""The rules for notebooks, each a function that returns its violations.
 
     rules_broken(path)  →  ["cell 14: 34 lines, a cell has at most 30", …]
 
-A test holds every notebook to them; `labcore course rules 02` tells an author while writing.
+A test checks every notebook; `labcore course rules 02` lists a notebook's violations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BYTES = 1_000_000
 MIN_EXERCISES = 3
 IGNORED = "nbval-ignore-output"
 
-# Headings (or bold openings) in their order: a notebook may have others between them.
+# Headings (or bold openings) in order; others may stand between them.
 SECTIONS = (
     "set-up",
     "feel the pain",
@@ -46,7 +46,7 @@ SECTIONS = (
     "how vllm",
     "recap",
 )
-FIRST_SECTIONS = ("set-up", "recap")  # what notebook 00, which builds no part, has of them
+FIRST_SECTIONS = ("set-up", "recap")  # those of notebook 00, which builds no part
 OPENING_WORDS = ("minutes", "cpu", "gpu", "prerequisites")  # of the first cell, which is also the title
 
 NOT_FOR_FILES = {
@@ -91,7 +91,7 @@ class Written:
 
 
 def rules_broken(path: Path) -> list[str]:
-    """Everything in one notebook that breaks a rule; empty if all is well."""
+    """All violations of one notebook; empty if there are none."""
     written = Written(path, read_notebook(path))
     return [problem for rule in RULES for problem in rule(written)]
 
@@ -238,7 +238,7 @@ def exercises_are_complete(n: Written) -> list[str]:
         if call.args and isinstance(call.args[0], ast.Constant)
     ]
     broken = [
-        f"{e}: is checked, but isn't in labcore/course/specs/nb{n.number}.py"
+        f"{e}: is checked, but isn't in labcore/course/exercises/nb{n.number}.py"
         for e in checked
         if e not in {exercise.id for exercise in exercises}
     ]
@@ -301,7 +301,7 @@ def leaves_private_names_alone(n: Written) -> list[str]:
 
 
 def claims_are_shown(n: Written) -> list[str]:
-    """The claims that the ledger gives to this notebook are shown by `ledger(...)`, and no others are asked for."""
+    """The claims that `data/claims.json` assigns to this notebook are shown by `ledger(...)`."""
     owned = {claim.id for claim in load_claims() if claim.notebook == n.number}
     shown = {
         arg.value

@@ -1,11 +1,10 @@
-"""The hot-swap proof: the learner's part and ours in the same engine, step by step, on eight prompts.
+"""The hot-swap test: the learner's part and labcore's in the same engine, compared step by step on eight prompts.
 
-    swap_test(BlockPool)                            the seam is found by what the class is, or by its name
-    swap_test(block_pool=BlockPool, model=llm)      or said; with the model that is loaded already
+    swap_test(BlockPool)                            the kind of part follows from the base class, or the name
+    swap_test(block_pool=BlockPool, model=llm)      or is given; with a model that is loaded already
 
-The pool is small, so that blocks run out, requests are preempted and blocks are handed out again. After each step the
-two engines must agree on every token, on the number of free blocks and on the length of every block table; which blocks
-those are is the part's own business.
+The pool is small, so that requests are preempted and blocks are reused. After each step both engines must agree on every
+token, on the number of free blocks and on the length of every block table, but not on the block ids.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SEAMS = {
     "chunking": "labcore.scheduler.chunking.ChunkPolicy",
     "attention_backend": "labcore.attention.backend.AttentionBackend",
 }
-# Parts that decide who runs when: another decision is no mistake, as long as every request says the same.
+# Parts that affect scheduling: plans may differ, outputs may not.
 FREE_TO_PLAN = ("scheduler", "prefix_cache", "preemption", "chunking")
 
 PROMPTS = (
@@ -49,13 +48,13 @@ PROMPTS = (
 MAX_TOKENS = 16
 ENGINE = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "seed": 0}
 SPECIAL = {"chunking": {"max_num_batched_tokens": 16}}
-"""Settings of both engines that give a kind of part something to do: here, nearly every prompt comes in pieces."""
+"""Settings of both engines that exercise a kind of part: here nearly every prompt is chunked."""
 TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What must be the same after a step, whoever wrote the part."""
+    """What must be equal after a step."""
 
     num_free: int
     tables: dict[str, tuple[int, int]]  # request → blocks in its table, tokens in them
@@ -64,7 +63,7 @@ class StepFacts:
 
 @dataclass
 class Run:
-    """One engine's run over the prompts: its steps, and how it ended if not well."""
+    """One engine's run over the prompts: its steps, and the error that ended it, if any."""
 
     steps: list[StepFacts] = field(default_factory=list)
     num_preemptions: int = 0
@@ -79,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True)
 class EngineDiff:
-    """The verdict: do they agree, and one sentence that says on what, or where they part."""
+    """The result: whether the runs agree, and a sentence that says on what, or where they differ."""
 
     name: str
     same: bool
@@ -90,11 +89,11 @@ class EngineDiff:
 
 
 def swap_test(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-135m", **parts: Any) -> None:
-    """Run the model with the learner's part and with ours, and print whether they agree, or the first step where not.
+    """Run the model with the learner's part and with labcore's, and print the first difference, or that there is none.
 
     part:     a class (or an instance, where LLM takes one) that replaces a part of the engine; or by name: scheduler=…
     model:    as LLM takes it, or an LLM, whose model is then shared.
-    Never raises what the part raises: that is a verdict, too.
+    An exception of the part is reported, not raised.
     """
     try:
         seam, part = find_seam(part, parts)
@@ -168,7 +167,7 @@ def run(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, result: Run 
 
 
 def judge_runs(name: str, ours: Run, theirs: Run, may_plan: bool) -> EngineDiff:
-    """Compare two runs. With `may_plan`, only what each request says in the end must be the same."""
+    """Compare two runs. With `may_plan`, only the final tokens of each request must be equal."""
     parting = first_difference(ours.steps, theirs.steps)
     if parting and not may_plan:
         ours_then, theirs_then = ours.steps[parting - 1], theirs.steps[parting - 1]
@@ -208,7 +207,7 @@ def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
 
 
 def _difference(ours: StepFacts, theirs: StepFacts) -> str:
-    """The first thing in which two steps differ, in words. Tables first: they are the cause, tokens the consequence."""
+    """The first difference of two steps, in words. Tables first: wrong tokens follow from wrong tables."""
     free = f"{theirs.num_free} blocks are free, in ours {ours.num_free}."
     if ours.tables.keys() != theirs.tables.keys():
         return f"{_names(theirs.tables)} run on, in ours {_names(ours.tables)}; {free}"
@@ -235,10 +234,10 @@ def _names(requests: dict[str, Any]) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """An error of the part, or a finding of the engine's audit, in words."""
+    """An error of the part, or a violated invariant of the engine, in words."""
     from labcore.engine.invariants import IntegrityError
 
     if isinstance(error, IntegrityError):
-        return f"the engine's audit finds: {shorten(str(error), 160)}"
+        return f"the engine's invariants are violated: {shorten(str(error), 160)}"
     location = locate_error(error)
     return f"it raised {type(error).__name__}: {shorten(str(error), 160)}" + (f" {location}" if location else "")

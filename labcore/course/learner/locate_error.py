@@ -1,4 +1,4 @@
-"""Where in the learner's code something happened: a line to point at, with no file name and no address."""
+"""Locate an error in the learner's code: a function and a line, without file names or addresses."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     {"format": 1, "exercises": {"02.allocate": "done", "02.free": "not yet"}}
 
-Written atomically after each check, with what other kernels have noted meanwhile. A file that can't be read (torn, or
-from another version) is set aside under a name of its own, and begun afresh: no check fails over it, nothing is lost.
+Written atomically after each check, merged with what other kernels have saved. An unreadable file (torn, or of another
+version) is renamed and a new one is begun: no check fails because of it, and nothing is lost.
 LABCORE_PROGRESS=off keeps progress in memory only (the course's own runs of its notebooks); any other value is a path,
 with `~` for the home folder.
 """
@@ -27,19 +27,19 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """What the last check of each exercise said, and the file that remembers it (None: nothing does)."""
+    """The last verdict of each exercise, and the file that stores it (None: memory only)."""
 
     path: Path | None
     states: dict[str, str] = field(default_factory=dict)
-    note: str = ""  # one sentence for the learner, when the file was not as it should be
-    unsaved: dict[str, str] = field(default_factory=dict)  # verdicts that no file holds yet; in `states`, too
-    unreadable: bool = False  # the file is there, and `states` knows nothing of what it says
+    note: str = ""  # one sentence for the learner about a file problem
+    unsaved: dict[str, str] = field(default_factory=dict)  # verdicts not saved yet; also in `states`
+    unreadable: bool = False  # the file exists, but its content is not in `states`
 
     def is_done(self, exercise_id: str) -> bool:
         return self.states.get(exercise_id) == "done"
 
     def record(self, exercise_id: str, done: bool) -> None:
-        """Note one verdict and save. A folder that can't be written to only leaves a note."""
+        """Store one verdict and save. An unwritable folder only results in a note."""
         self.states[exercise_id] = self.unsaved[exercise_id] = "done" if done else "not yet"
         if self.path is None:
             return
@@ -49,7 +49,7 @@ class Progress:
             self.note = f"progress can't be saved here ({error.strerror}); it lasts as long as this kernel."
 
     def _save(self, path: Path) -> None:
-        """Add the unsaved verdicts to what the file says now, which another kernel may have changed since we read it."""
+        """Merge the unsaved verdicts into the current file, which another kernel may have changed."""
         with folder_lock(path.parent):
             now = load_progress(path, self.unsaved)
             self.states, self.note = now.states, now.note

@@ -1,7 +1,7 @@
-"""`check`, `or_reference`, `hint` and `progress`: the words a notebook speaks to its learner with.
+"""`check`, `or_reference`, `hint` and `progress`: the functions that a notebook calls for its exercises.
 
-They share one `CheckSession`, the learner's current kernel: what was checked last, which hints were given. A verdict is two
-lines of text that read the same in every run, so that nbval can compare them:
+They share one `CheckSession` per kernel: what was checked last, which hints were given. A verdict is two lines of text,
+the same in every run, so that nbval can compare them:
 
     02.copy_on_write   not yet — after fork(), child 1 wrote and child 2's token 5 changed.
                        expected block 3 to be copied before the write; it has refcount 2.   hint(1) for a nudge
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says of an object: `done`, or what came, what was expected, and which hint fits."""
+    """The result of a check: `done`, or what was observed, what was expected, and which hint fits."""
 
     exercise_id: str
     done: bool
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def judge(exercise: Exercise, obj: Any, timeout: float = TIMEOUT_SECONDS) -> Verdict:
-    """Run one check on one object. Never raises what the object raises, and comes back within the limit."""
+    """Run one check on one object within the timeout. Exceptions of the object are reported, not raised."""
     if obj is ...:
         return Verdict(exercise.id, False, "nothing is written here yet", hint=1)
     with same_random_state():
@@ -75,7 +75,7 @@ def judge(exercise: Exercise, obj: Any, timeout: float = TIMEOUT_SECONDS) -> Ver
 
 @dataclass
 class CheckSession:
-    """One learner in one kernel. `tell` is where the words go (print, unless a test listens)."""
+    """State of the checks in one kernel. `tell` receives the text (print by default)."""
 
     tell: Callable[[str], None] = print
     timeout: float = TIMEOUT_SECONDS
@@ -100,7 +100,7 @@ class CheckSession:
         self.tell("\n".join(text for text in (str(verdict), progress.note) if text))
 
     def or_reference(self, exercise_id: str, obj: Any) -> Any:
-        """`obj` if its check passes, and otherwise the course's own, so that the cells below work either way."""
+        """`obj` if its check passes, otherwise labcore's reference, so that later cells work either way."""
         exercise = self._find(exercise_id)
         if exercise is None:
             return obj
