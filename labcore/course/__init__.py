@@ -92,7 +92,7 @@ outside of one. So keep signature and docstring above BEGIN. Each marker has its
   `generate_assignment` starts from; with LABCORE_CHECK=raise its `autograde` gives points by our checks.
 
 The exercise itself is an `Exercise`, or a `BugHunt`, in `labcore/course/exercises/nb02.py`. `labcore.course.learner.exercise`
-tells its fields and the words that a check is written in: `expect`, `expect_equal`, `expect_raises`,
+documents its fields and the functions that checks use: `expect`, `expect_equal`, `expect_raises`,
 `expect_attributes`.
 
 - Judge behaviour, never the way: right answers by another road pass. Ask for nothing that the spec doesn't promise.

@@ -42,7 +42,7 @@ def explain_venv(output: str) -> str:
         return f"no space left on the disk — free {NEEDED_GB:g} GB, or put the environment elsewhere (VENV=/path)."
     if "Permission denied" in output:
         return "no permission to write here — make this folder yours, or put the environment elsewhere (VENV=/path)."
-    return f"the Python environment could not be made ({last_line(output)}) — mend that, then run it again."
+    return f"the Python environment could not be made ({last_line(output)}) — fix that, then run it again."
 
 
 def explain_pip(status: int, output: str, log: str) -> str:
@@ -72,7 +72,7 @@ def explain_pip(status: int, output: str, log: str) -> str:
         )
     if "Permission denied" in output:
         return f"no permission to write the environment — make it yours, or put it elsewhere (VENV=/path), {AGAIN}"
-    return f"installing the packages failed ({last_line(output)}) — the whole story is in {log}; mend it, {AGAIN}"
+    return f"installing the packages failed ({last_line(output)}) — see {log}; fix the cause, {AGAIN}"
 
 
 def explain_import(output: str, clean_command: str) -> str:

@@ -29,7 +29,7 @@ RUN_LIMIT_SECONDS = 600  # for one cell: far above the three minutes that a whol
 
 
 class MalformedNotebook(ValueError):
-    """A notebook can't be used as it is; the message says which, where, and how to mend it, in one line."""
+    """An invalid notebook. The message names file, place and remedy, in one line."""
 
 
 class CellFailed(RuntimeError):

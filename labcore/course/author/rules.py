@@ -194,7 +194,7 @@ def opening_tells_what_to_expect(n: Written) -> list[str]:
         return ["the first cell must be text that opens with the title, `# …`"]
     words = [word for word in OPENING_WORDS if word not in first.source.lower()]
     words += [part for part in (n.lesson.parts if n.lesson else ()) if f"labcore/{part.replace('.', '/')}" not in first.source]
-    return [f"the first cell doesn't speak of {', '.join(words)}"] if words else []
+    return [f"the first cell doesn't mention {', '.join(words)}"] if words else []
 
 
 def sections_are_in_order(n: Written) -> list[str]:
@@ -296,7 +296,7 @@ def leaves_private_names_alone(n: Written) -> list[str]:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and _is_private(node.attr) and _root_name(node) in imported
         ]
-        broken += [f"cell {number}: uses `{name}`, which is private to whoever made it" for name in private]
+        broken += [f"cell {number}: uses `{name}`, which is private" for name in private]
     return broken
 
 

@@ -213,7 +213,7 @@ def check_branch(branch: Any) -> None:
 def grow(
     branch: Any, length: int, rounds: Sequence[Sequence[int]], said: str, width: int = 3, num_blocks: int = 16
 ) -> None:
-    """Carry out a search over a memory of letters, and look after every round at who reads what and owns what."""
+    """Run a search over a memory of letters; after each round check what each beam reads and which blocks it owns."""
     pool = BlockPool(num_blocks, 4)
     root = BlockTable(pool)
     memory = dict(zip(root.append(length), "abcdefgh"[:length], strict=True))
@@ -240,7 +240,7 @@ def grow(
 
 
 def copies_needed(pool: BlockPool, beams: Sequence[Any], parents: Sequence[int]) -> int:
-    """All who will write into one partly filled block need a copy of it, but for the last."""
+    """Every beam but the last that writes into a shared, partly filled block needs a copy."""
     tails = Counter(beams[parent].blocks[-1] for parent in parents if beams[parent].num_tokens % pool.block_size)
     return sum(writers - 1 for writers in tails.values())
 
