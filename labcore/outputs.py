@@ -1,4 +1,4 @@
-"""What the engine gives back: plain data, cumulative, the same shape for every step of a request."""
+"""Outputs of the engine: plain data, cumulative, of the same form at every step of a request."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CompletionOutput:
-    """One continuation of a prompt, as far as it has come.
+    """One sequence generated from a prompt, up to the current step.
 
-    finish_reason is None while it grows, then "stop" (end token, stop id or stop string), "length", "abort", or "error":
-    then `RequestOutput.error` says why, and tokens and text are what there was before.
-    logprobs holds one dict a token, {token id: log-probability}, when the request asked for them; natural log, of the
-    model's own distribution before temperature, penalties and truncation.
+    finish_reason is None while it is running, then "stop" (end token, stop id or stop string), "length", "abort" or "error":
+    then `RequestOutput.error` gives the reason, and tokens and text are those from before the failure.
+    logprobs holds a dict per token, {token id: log-probability}, if the request asked for them: natural log, of the model's
+    distribution before temperature, penalties and truncation.
     """
 
     index: int
@@ -25,7 +25,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """When things happened to one request, in seconds on the engine's clock.
+    """Timestamps of one request, in seconds on the engine's clock.
 
     queue time = first_scheduled_time - arrival_time; TTFT = first_token_time - arrival_time.
     """
@@ -49,10 +49,10 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """All continuations of one prompt.
+    """All sequences of one prompt.
 
-    num_cached_tokens   prompt tokens whose KV was found, not computed
-    error               why the request failed, in one line; None if it didn't. Only this request has failed
+    num_cached_tokens   prompt tokens whose KV came from the prefix cache
+    error               why the request failed, in one line; None if it did not. Other requests are not affected
     """
 
     request_id: str

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from labcore import LLM, SamplingParams
 from labcore.cli.main import main
 from labcore.models import from_model
-from labcore.viz.engine_control import Session
+from labcore.viz.engine_control import EngineControl
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 USER = {"role": "user", "content": "a b"}
@@ -112,7 +112,7 @@ def test_bos_is_not_doubled_on_the_command_line_nor_in_the_explorer(tmp_path: Pa
     tokenizer().save_pretrained(tmp_path)
     assert main(["generate", "<s> a", "--max-tokens", "1", "--json", "--model", str(tmp_path)]) == 0
     assert '"prompt_token_ids": [\n        0,\n        3,\n        1\n      ]' in capsys.readouterr().out
-    session = Session(llm(record=True))
+    session = EngineControl(llm(record=True))
     name = session.submit("<s> a", max_tokens=1)
     assert session.engine.abort(name).prompt_token_ids == [0, 3, 1]
 

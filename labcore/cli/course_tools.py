@@ -1,4 +1,4 @@
-"""`labcore course …`: what authors of notebooks need. run | promote | rules | claims."""
+"""`labcore course …`: tools for notebook authors. run | check-promotion | rules | claims."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from labcore.course.project import project_folder
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register `labcore course`."""
-    parser = subparsers.add_parser("course", help="for authors: run, promote, rules, claims")
+    parser = subparsers.add_parser("course", help="for authors: run, check-promotion, rules, claims")
     actions = parser.add_subparsers(metavar="action", required=True)
     runner = actions.add_parser("run", help="execute notebooks in place, each in a fresh kernel, and tidy them up")
     runner.set_defaults(run=run)
-    promote = actions.add_parser("promote", help="compare the notebooks' code with the package")
-    promote.add_argument("--check", action="store_true", help="this is the default and the only thing it does")
-    promote.set_defaults(run=check_promotion)
+    promotion = actions.add_parser(
+        "check-promotion", aliases=["promote"], help="compare the notebooks' code with the package"
+    )
+    promotion.add_argument("--check", action="store_true", help=argparse.SUPPRESS)  # of the old spelling: promote --check
+    promotion.set_defaults(run=check_promotion)
     rules = actions.add_parser("rules", help="say what in a notebook breaks the course's rules")
     rules.set_defaults(run=check_rules)
     for action in (runner, rules):
         action.add_argument("numbers", nargs="*", metavar="NN", help="which notebooks (default: all)")
-    for action in (runner, promote, rules):
+    for action in (runner, promotion, rules):
         action.add_argument("--notebooks", type=Path, help="their folder (default: the course's notebooks/)")
     claims = actions.add_parser("claims", help="print the claims ledger")
     claims.add_argument("ids", nargs="*", metavar="ID", help="which claims (default: all)")
@@ -41,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_promotion(arguments: argparse.Namespace) -> int:
-    """Print who owns what and every difference. Exit status 1 if there is one."""
+    """Print owners and differences. Exit status 1 if there is a difference."""
     report = compare(arguments.notebooks or project_folder() / "notebooks")
     print(report)
     return 1 if report.problems else 0
 
 
 def check_rules(arguments: argparse.Namespace) -> int:
-    """Print what breaks a rule. Exit status 1 if anything does."""
+    """Print violations of the rules. Exit status 1 if there is one."""
     status = 0
     for path in chosen(arguments):
         broken = rules_broken(path)
@@ -66,7 +68,7 @@ def show_claims(arguments: argparse.Namespace) -> int:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Path]:
-    """The notebooks that were asked for by number, or all. Raises ValueError for a number that none has."""
+    """The notebooks with the given numbers, or all. Raises ValueError for an unknown number."""
     files = notebook_files(arguments.notebooks or project_folder() / "notebooks")
     numbers = [number.zfill(2) for number in arguments.numbers]
     unknown = [number for number in numbers if number not in {path.stem[:2] for path in files}]

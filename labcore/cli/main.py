@@ -1,10 +1,9 @@
 """The command line: `labcore generate "…"`, `labcore doctor`, and so on.
 
-Each command lives in the module that it belongs to, which offers `add_parser(subparsers)` and sets `run`, a function
-from the parsed arguments to an exit status. Only the module of the command that was asked for is imported, so
-`labcore --help` answers at once and `labcore doctor` works where torch does not.
+A command is a module with `add_parser(subparsers)`, which sets `run`, a function from parsed arguments to exit status.
+Only the requested command's module is imported, so `labcore --help` is fast and `labcore doctor` runs without torch.
 
-Exit status: 0 fine, 1 failed, 2 bad input, 130 interrupted, 141 the reader of our output went away.
+Exit status: 0 fine, 1 failed, 2 bad input, 130 interrupted, 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -37,34 +36,34 @@ COMMANDS: Table = {
     "check": ("labcore.cli.check", "which exercises are done, and what comes next"),
     "student": ("labcore.cli.student", "make the student edition of the notebooks"),
     "trace": ("labcore.cli.trace", "look at a flight record, or make an HTML page of it"),
-    "course": ("labcore.cli.course_tools", "for authors: run, promote, rules, claims"),
+    "course": ("labcore.cli.course_tools", "for authors: run, check-promotion, rules, claims"),
 }
 """name: (module, or a table of its own, and help)."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports usage errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"labcore: error: {message} — see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. LABCORE_TRACEBACK=1 shows where an error comes from."""
+    """Run one command and return its exit status. LABCORE_TRACEBACK=1 shows tracebacks."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character must not end the run
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks are replaced
     try:
         parsed = make_parser(arguments).parse_args(arguments or ["--help"])
         status = parsed.run(parsed)
-        if sys.stdout is not None:  # closed before we began: nobody wants to read
+        if sys.stdout is not None:  # stdout was closed at start-up
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("\nlabcore: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 141
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("LABCORE_TRACEBACK"):
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser(arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser for these arguments: all commands by name, the chosen one with its options."""
+    """The parser for these arguments: all commands by name, the requested one with its options."""
     parser = Parser(prog="labcore", description="A language-model inference engine, built notebook by notebook.")
     parser.add_argument("--version", action="version", version=f"labcore {__version__}")
     add_commands(parser, COMMANDS, arguments)
@@ -82,7 +81,7 @@ def make_parser(arguments: list[str]) -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser, table: Table, arguments: list[str]) -> None:
-    """Give `parser` the commands of `table`; only the one that `arguments` begin with is imported."""
+    """Add the commands of `table` to `parser`; only the one that `arguments` name is imported."""
     chosen = next((place for place, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     subparsers = parser.add_subparsers(title="commands", metavar="command", required=True)
     for name, (home, help_text) in table.items():
@@ -95,7 +94,7 @@ def add_commands(parser: argparse.ArgumentParser, table: Table, arguments: list[
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; its type where it has none; a file's name and what is wrong with it."""
+    """An error's message without line breaks, or its type if it has none; for an OSError the file and the reason."""
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         message = f"{error.filename}: {error.strerror}"

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build, and print what was written; one line on stderr for each thing that stops it."""
+    """Build the student edition and print the files written; one line on stderr for each error."""
     try:
         masters = arguments.notebooks or project_folder() / "notebooks"
         written = build(masters, arguments.out, arguments.force, arguments.nbgrader_source)

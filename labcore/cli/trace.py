@@ -1,4 +1,4 @@
-"""`labcore trace`: look at a flight record on the command line, or turn it into one HTML page."""
+"""`labcore trace`: print a flight record, or export it as one HTML page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tell about a record, or write its page. Raises ValueError, in one line, for a file or a step that won't do."""
+    """Print a record or write its page. Raises ValueError, in one line, for an invalid file or step."""
     recording = Recording.load(arguments.file)
     if not recording.steps:
         raise ValueError(f"{arguments.file} holds no step — record a run with LLM(…, record=True) and save it.")
@@ -36,16 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--html is {arguments.html}, the record itself — name another file.")
     try:
         if arguments.step is not None:
-            recording.at(arguments.step)  # raises ValueError for one that there is not, also when a page is asked for
+            recording.at(arguments.step)  # raises ValueError for an unknown step, also with --html
         tell(recording, arguments)
-    except (LookupError, TypeError, AttributeError) as error:  # it is well formed, but its steps contradict each other
+    except (LookupError, TypeError, AttributeError) as error:  # valid format, contradictory steps
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{arguments.file} contradicts itself ({reason}) — record the run again.") from error
     return 0
 
 
 def tell(recording: Recording, arguments: argparse.Namespace) -> None:
-    """What was asked for, on the screen or as a page."""
+    """Print or export what the options ask for."""
     if arguments.html is not None:
         from labcore.viz.html_report import write_html_report
 

@@ -1,11 +1,11 @@
-"""The course around the engine: exercises and their checks, promotion, the student edition, the hot-swap proof.
+"""The course around the engine: exercises and their checks, promotion, the student edition, the hot-swap test.
 
 In a notebook:
 
-    from labcore.course import check, finished, hint, ledger, progress, prove
+    from labcore.course import check, hint, ledger, or_reference, progress, swap_test
 
-The rest of this page is for those who write a notebook. The rules that a test enforces are in `labcore.course.author.rules`;
-`labcore course rules 02` lists what a notebook still breaks.
+The rest of this page is for authors of notebooks. The rules that a test enforces are in `labcore.course.author.rules`;
+`labcore course rules 02` lists a notebook's violations.
 
 
 1. Promotion: code that lands in the package
@@ -36,18 +36,19 @@ names the class, each later one the methods that it adds:
     class OutOfBlocks(RuntimeError): ...
 
 Why a subclass and no decorator: the cell looks as the method looks in the package, it can be run twice, and nothing
-is ever patched, so a learner's half-finished method never reaches labcore's own class. Objects made before the cell
+is patched, so a learner's incomplete method never reaches labcore's class. Objects made before the cell
 don't have the new method: make new ones, as the reader expects. A method that calls `super()` belongs into the first
 cell.
 
-`labcore course promote --check` compares, symbol by symbol and method by method, the syntax trees with the package's.
+`labcore course check-promotion` compares, symbol by symbol and method by method, the syntax trees with the package's.
 Comments, docstrings and the order of methods may differ. Nothing else may: annotations, names and constants are the
 same.
 
 - Begin the set-up cell with `from __future__ import annotations`, as the modules do: it holds for all cells.
 - A marked cell may go on with lines that try the code (`pool = BlockPool(6, 4)`, a result to show, `check(...)`).
 - Module constants count: `# labcore: naive.PAD` for `PAD = -1`.
-- Each public symbol of a part has one owner, and its docstring in the package says so: "Built in notebook 02."
+- Each public symbol of a part has one owner. The module's docstring names it: "Built in notebook 02.", or "Built in
+  notebooks 04 and 06." A symbol's own docstring doesn't.
 - First sketches, to be thrown away, have no marker and a name of their own (`ToyPool`), so that the reader can tell.
 - What a notebook can't build readably stays out, by name and reason, in `labcore.course.author.promotion.KEPT_OUT`.
 
@@ -69,12 +70,12 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
             ### END SOLUTION
 
     check("02.copy_on_write", BlockTable)
-    BlockTable = finished("02.copy_on_write", BlockTable)           # yours once it passes, ours until then
+    BlockTable = or_reference("02.copy_on_write", BlockTable)       # yours once it passes, ours until then
 
-`finished` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
+`or_reference` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
 labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. What it
 falls back to makes objects of labcore's classes, not of the notebook's: below it, compare numbers and lists, no
-classes. `check` and `finished` may stand in the same cell or in the one below; in a cell of its own, nbgrader can
+classes. `check` and `or_reference` may stand in the same cell or in the one below; in a cell of its own, nbgrader can
 lock the check.
 
 In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
@@ -83,15 +84,15 @@ outside of one. So keep signature and docstring above BEGIN. Each marker has its
 
 - A line of a solution with more than 15 characters may stand nowhere else in the student edition: not in another
   cell, not in a hint. The build stops and says where it does.
-- Outputs are removed from cells with a solution, a `check`, `finished`, `progress`, `hint` or `prove`, and from those
-  with the tag `answer`: give it to a cell that shows what the learner should find out.
+- Outputs are removed from cells with a solution, a `check`, `or_reference`, `progress`, `hint` or `swap_test`, and from
+  cells with the tag `answer`: for a cell that shows what the learner should find out.
 - In text, `<details><summary>Solution…</summary>…</details>` is removed; `<summary>Answer` (of a *Predict*) stays.
 - A text or code cell with the tag `solution` is a solution as a whole.
 - For an nbgrader course, `labcore student build --nbgrader-source --out COURSE/source/labcore` writes what its
   `generate_assignment` starts from; with LABCORE_CHECK=raise its `autograde` gives points by our checks.
 
 The exercise itself is an `Exercise`, or a `BugHunt`, in `labcore/course/exercises/nb02.py`. `labcore.course.learner.exercise`
-tells its fields and the words that a check is written in: `expect`, `expect_equal`, `expect_raises`,
+documents its fields and the functions that checks use: `expect`, `expect_equal`, `expect_raises`,
 `expect_attributes`.
 
 - Judge behaviour, never the way: right answers by another road pass. Ask for nothing that the spec doesn't promise.
@@ -101,10 +102,10 @@ tells its fields and the words that a check is written in: `expect`, `expect_equ
 - It runs in its own thread, 20 s at most, and what the learner's code raises is reported with its line: don't catch
   it.
 
-A *bug hunt* starts from a promoted cell with the planted defect (`# labcore: course.specs.nb02.LeakyPool`: the tests
-prove that this very code is caught), the request log in which it shows, and a cell where the learner mends it.
+A *bug hunt* starts from a promoted cell with the planted defect (`# labcore: course.exercises.nb02_planted.LeakyPool`: the
+tests prove that this code is caught), the request log in which it shows, and a cell where the learner mends it.
 
-The tests want `tests/course_solutions/nb02.py`, for each exercise:
+The tests want `tests/support/course_solutions/nb02.py`, for each exercise:
 
     RIGHT = {"02.copy_on_write": [BlockTable, AnotherWay]}                  two at least, written differently
     WRONG = {"02.copy_on_write": [(KeepsOldReference, "refcount 2"), …]}    three at least, with words of their verdict
@@ -112,8 +113,8 @@ The tests want `tests/course_solutions/nb02.py`, for each exercise:
 
 3. The closing sections
 -----------------------
-`prove(BlockPool, model=llm)` runs the model with the notebook's part and with ours and says where they part, if they
-do. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
+`swap_test(BlockPool, model=llm)` runs the model with the notebook's part and with labcore's, and reports the first
+difference. `ledger("reserve", "waste-old")` prints what the notebook found out about those claims; the entries are in
 `data/claims.json`, described in `labcore.course.learner.claims`. `claim("reserve").figure` is there to be asserted against,
 so that ledger and notebook can't drift apart. `progress("02")` shows this notebook's exercises.
 
@@ -126,7 +127,7 @@ always reads the same.
 """
 
 from labcore.course.learner.claims import claim, ledger
-from labcore.course.learner.engine_diff import prove
-from labcore.course.learner.verdict import check, finished, hint, progress
+from labcore.course.learner.engine_diff import swap_test
+from labcore.course.learner.verdict import check, hint, or_reference, progress
 
-__all__ = ["check", "claim", "finished", "hint", "ledger", "progress", "prove"]
+__all__ = ["check", "claim", "hint", "ledger", "or_reference", "progress", "swap_test"]

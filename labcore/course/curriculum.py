@@ -1,4 +1,4 @@
-"""The house, room by room: which notebook builds which modules. `promote --check` sees that none is forgotten."""
+"""The course's lessons: which notebook builds which modules. `labcore course check-promotion` finds gaps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Room:
+class Lesson:
     """One notebook and the modules that its code lands in ("attention" stands for every module of that folder)."""
 
     notebook: str
@@ -18,28 +18,28 @@ class Room:
         return self.notebook[:2]
 
 
-HOUSE = (
-    Room("00_start_here"),
-    Room("01_naive_kv_cache", ("baseline.naive",)),
-    Room("02_block_allocator", ("kvcache.blocks",)),
-    Room("03_triton_paged_kernel", ("attention",)),
-    Room("04_continuous_batching", ("scheduler",)),
-    Room("05_prefix_sharing", ("kvcache.prefix", "sampling.beam_search")),
-    Room("06_chunked_prefill", ("scheduler.chunking", "scheduler.budget")),
-    Room("07_memory_pressure", ("kvcache.swap", "kvcache.sizing")),
-    Room("08_kv_compression", ("kvcache.quant",)),
-    Room("09_tuning_and_monitoring", ("workload.simulate", "workload.traces", "workload.metrics")),
+LESSONS = (
+    Lesson("00_start_here"),
+    Lesson("01_naive_kv_cache", ("baseline.naive",)),
+    Lesson("02_block_allocator", ("kvcache.blocks",)),
+    Lesson("03_triton_paged_kernel", ("attention",)),
+    Lesson("04_continuous_batching", ("scheduler",)),
+    Lesson("05_prefix_sharing", ("kvcache.prefix", "sampling.beam_search")),
+    Lesson("06_chunked_prefill", ("scheduler.chunking", "scheduler.budget")),
+    Lesson("07_memory_pressure", ("kvcache.swap", "kvcache.sizing")),
+    Lesson("08_kv_compression", ("kvcache.quant",)),
+    Lesson("09_tuning_and_monitoring", ("workload.simulate", "workload.traces", "workload.metrics")),
 )
 
 
-def room(number: str) -> Room | None:
-    """The room of a notebook by its number, "02"; None if the house has no such room."""
-    return next((r for r in HOUSE if r.number == number), None)
+def lesson(number: str) -> Lesson | None:
+    """The lesson with this number, "02"; None if there is none."""
+    return next((each for each in LESSONS if each.number == number), None)
 
 
-def next_room(number: str) -> Room | None:
-    """The room that comes after notebook `number`, or None after the last."""
-    return next((r for r in HOUSE if r.number > number), None)
+def next_lesson(number: str) -> Lesson | None:
+    """The lesson after notebook `number`, or None after the last."""
+    return next((each for each in LESSONS if each.number > number), None)
 
 
 def notebook_files(folder: Path) -> list[Path]:

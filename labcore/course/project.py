@@ -1,4 +1,4 @@
-"""Files of the course: where they lie, and how they are written without ever being half there."""
+"""Files of the course: the project folder, and atomic writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from labcore.files.output_file import whole_file
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """Write UTF-8 text so that a reader, or a crash, meets the old file or the new one, never half of one."""
+    """Write UTF-8 text atomically: a reader or a crash sees the old file or the new one."""
     with whole_file(path) as file:
         file.write(content)
 

@@ -1,4 +1,4 @@
-"""What there is on this machine: plain facts, gathered without ever failing. What they mean is in `doctor.py`."""
+"""Facts about this machine, gathered without raising. `doctor.report` interprets them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU. capability: (8, 6) for sm_86; None where neither torch nor the driver tells."""
+    """One NVIDIA GPU. capability: (8, 6) for sm_86; None if neither torch nor the driver reports it."""
 
     name: str
     memory_gib: float
@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts, as `gather` finds them. None means that the thing is not there, or that the system does not tell."""
+    """The facts found by `gather`. None: not present, or not reported by the system."""
 
     system: str  # "Linux", "Darwin", "Windows"
     python: tuple[int, int, int]
@@ -53,7 +53,7 @@ class Machine:
 
 
 def gather() -> Machine:
-    """Look at this machine. Never raises: what can't be found out is None, what does not import is in `broken`."""
+    """Inspect this machine. Never raises: unknown facts are None, packages that don't import are in `broken`."""
     broken: dict[str, str] = {}
     torch = try_import("torch", broken)
     for name in ("triton", "transformers"):
@@ -158,7 +158,7 @@ def driver_version() -> str | None:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver serves. Asks the driver's library, which needs no GPU to answer."""
+    """The newest CUDA version that the driver supports, from the driver's library; needs no GPU."""
     version = ctypes.c_int(0)
     try:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -170,7 +170,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def has_c_compiler() -> bool:
-    """Whether Triton could build the launcher of a kernel: it compiles a little C against Python.h."""
+    """Whether Triton can compile a kernel's launcher, which needs a C compiler and Python.h."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     return bool(compiler) and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 
@@ -210,7 +210,7 @@ def model_cached() -> bool:
 
 
 def kernel() -> str | None:
-    """Whose Python a notebook with the kernel `python3` gets when JupyterLab runs in this environment."""
+    """Which Python the kernel `python3` starts when JupyterLab runs in this environment: "ours" or "other"."""
     try:
         from jupyter_client.kernelspec import KernelSpecManager
 
@@ -224,7 +224,7 @@ def kernel() -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """What a program prints, if it is there and answers within 10 s; else nothing."""
+    """A program's stdout; empty if it is missing or takes longer than 10 s."""
     if shutil.which(command[0]) is None:
         return ""
     try:

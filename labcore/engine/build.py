@@ -58,7 +58,7 @@ def make_engine(
     planner = chosen(scheduler, Scheduler)(
         pool,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.largest_step,
+        max_num_batched_tokens=config.max_step_tokens,
         chunking=built(chosen(chunking, default_chunking(config))),
         prefix_cache=prefixes,
         preemption=built(chosen(preemption, Recompute)),
@@ -145,7 +145,7 @@ def default_budget(config: EngineConfig) -> AdaptiveBudget | None:
     """What finds the token budget under max_num_batched_tokens="auto"; None where it is a number."""
     if config.max_num_batched_tokens != "auto":
         return None
-    return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.largest_step)
+    return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.max_step_tokens)
 
 
 def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache) -> Recorder:

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool has fewer free blocks than were asked for. Nothing was taken. Built in notebook 02."""
+    """The pool has fewer free blocks than were asked for. Nothing was taken."""
 
 
 class BlockError(ValueError):
-    """A block was used by somebody who doesn't own it. Nothing was changed. Built in notebook 02."""
+    """A block was used by somebody who doesn't own it. Nothing was changed."""
 
 
 class BlockPool:
-    """A fixed number of KV blocks: who is free, and how many owners each of the others has. Built in notebook 02.
+    """A fixed number of KV blocks: who is free, and how many owners each of the others has.
 
     The free blocks form a doubly linked queue: taken at the head, given back at the tail, and unlinked from the middle
     when a freed block turns out to be wanted again; each in O(1). Node `num_blocks` is the sentinel between both ends.
@@ -139,7 +139,7 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence, in logical order, and how many tokens they hold. Built in notebook 02.
+    """The blocks of one sequence, in logical order, and how many tokens they hold.
 
     Owns one reference on every block it lists; `free()` gives them back, last block first, so that the head of a
     shared prefix outlives its tail in the cache.

@@ -25,7 +25,7 @@ from labcore.request import Request
 
 
 class PrefixCache(ABC):
-    """Finds blocks whose KV was computed before. Built in notebook 05.
+    """Finds blocks whose KV was computed before.
 
     The scheduler tells it what is computed, and what is about to be overwritten.
     """
@@ -51,7 +51,7 @@ class PrefixCache(ABC):
 
 
 class NoPrefixCache(PrefixCache):
-    """Finds nothing: every prompt is computed from its first token. Built in notebook 05."""
+    """Finds nothing: every prompt is computed from its first token."""
 
     def match(self, request: Request) -> list[int]:
         return []
@@ -64,16 +64,13 @@ class NoPrefixCache(PrefixCache):
 
 
 def block_key(parent: bytes, content: bytes) -> bytes:
-    """16 bytes that depend on nothing but the text: the same in every process, on every machine, in every run.
-
-    Built in notebook 05.
-    """
+    """16 bytes that depend on nothing but the text: the same in every process, on every machine, in every run."""
     return blake2b(parent + content, digest_size=16).digest()
 
 
 @dataclass(eq=False)
 class CachedBlock:
-    """The tokens in `content`, computed behind those of `parent`, and the blocks that hold their KV. Built in notebook 05.
+    """The tokens in `content`, computed behind those of `parent`, and the blocks that hold their KV.
 
     parent   what comes before it in its text, None at the start
     depth    number of blocks before it
@@ -93,7 +90,7 @@ class CachedBlock:
 
 
 class HashedPrefixCache(PrefixCache):
-    """Full blocks keyed by a chained hash of their tokens. Built in notebook 05.
+    """Full blocks keyed by a chained hash of their tokens.
 
     block_size   tokens a block
     key_of       hash of (parent key, content); tests use one of 3 bits to make collisions common

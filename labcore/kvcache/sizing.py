@@ -73,6 +73,6 @@ def memory_budget(config: EngineConfig, model: PreTrainedModel) -> int:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     shape = model.config.get_text_config()
     widest = max(getattr(shape, "intermediate_size", 0), 4 * shape.hidden_size)
-    activations = 4 * config.largest_step * widest * model.dtype.itemsize
+    activations = 4 * config.max_step_tokens * widest * model.dtype.itemsize
     logits = 4 * config.max_num_seqs * shape.vocab_size * 4
     return int(total * config.gpu_memory_utilization) - CUDA_ITSELF - weights - activations - logits

@@ -21,7 +21,7 @@ import math
 
 
 class AdaptiveBudget:
-    """Finds the largest token budget whose steps keep a target time between tokens. Built in notebook 06.
+    """Finds the largest token budget whose steps keep a target time between tokens.
 
     target     seconds that a step may take; that is the time between two tokens of whoever decodes
     smallest   tokens that prompts get in any case, or a target that can't be met would stop them for ever

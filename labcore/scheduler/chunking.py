@@ -1,4 +1,7 @@
-"""How much of a request a step may compute: the seam between whole prompts and chunked prefill."""
+"""How much of a request a step may compute: the seam between whole prompts and chunked prefill.
+
+Built in notebooks 04 and 06.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,7 @@ from labcore.request import Request
 
 
 class ChunkPolicy(ABC):
-    """Decides how many of a request's uncomputed tokens go into the step that is being put together.
-
-    Built in notebook 04.
-    """
+    """Decides how many of a request's uncomputed tokens go into the step that is being put together."""
 
     def begin_step(self) -> None:  # noqa: B027 — a policy that counts nothing has nothing to do here
         """A new step is being put together; what was counted in the last one is void."""
@@ -25,7 +25,7 @@ class ChunkPolicy(ABC):
 
 
 class WholePrompts(ChunkPolicy):
-    """A prompt is computed in one step, and waits for a step with room for it. Built in notebook 04.
+    """A prompt is computed in one step, and waits for a step with room for it.
 
     One so long that decoding requests alone could keep it waiting for ever is cut: it takes what a step has left.
 
@@ -44,7 +44,7 @@ class WholePrompts(ChunkPolicy):
 
 
 class ChunkedPrefill(ChunkPolicy):
-    """A prompt is computed in as many pieces as the others leave room for. Built in notebook 06.
+    """A prompt is computed in as many pieces as the others leave room for.
 
     max_partial_prefills   prompts that may be left unfinished by one step; the next one in line waits, and those behind it
     long_prefill_threshold most tokens that one prompt takes of a step, so that shorter ones beside it overtake; 0: all

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SchedulerOutput:
-    """The plan of one step, as plain data. Built in notebook 04.
+    """The plan of one step, as plain data.
 
     The order within a step is fixed: swaps in, block copies, forward, sample.
 

@@ -8,7 +8,7 @@ from labcore.request import Request
 
 
 class Policy(ABC):
-    """Who is more entitled to slots, budget and blocks, and who may take them from whom. Built in notebook 04."""
+    """Who is more entitled to slots, budget and blocks, and who may take them from whom."""
 
     @abstractmethod
     def entitlement(self, request: Request) -> tuple:
@@ -20,7 +20,7 @@ class Policy(ABC):
 
 
 class FirstComeFirstServed(Policy):
-    """In order of arrival. Nobody is pushed out for a newcomer. Built in notebook 04."""
+    """In order of arrival. Nobody is pushed out for a newcomer."""
 
     def entitlement(self, request: Request) -> tuple:
         return (request.arrival, request.birth)
@@ -30,7 +30,7 @@ class FirstComeFirstServed(Policy):
 
 
 class PriorityWithAging(Policy):
-    """A smaller priority number first, and `aging` steps of waiting are worth one number. Built in notebook 04.
+    """A smaller priority number first, and `aging` steps of waiting are worth one number.
 
     All requests age at the same pace, so their order never changes: what counts is `priority * aging + arrival_step`.
     Nobody starves: a request of priority p can be overtaken by one of priority q only if that one arrives less than

@@ -12,7 +12,7 @@ from labcore.scheduler.plan import SchedulerOutput
 
 
 class Preemption(ABC):
-    """What becomes of the KV of a request that has to make room. Built in notebook 04."""
+    """What becomes of the KV of a request that has to make room."""
 
     @abstractmethod
     def preempt(self, request: Request, plan: SchedulerOutput) -> None:
@@ -20,7 +20,7 @@ class Preemption(ABC):
 
 
 class Recompute(Preemption):
-    """Drop the KV; the tokens stay, and are computed again when the request's turn comes. Built in notebook 04."""
+    """Drop the KV; the tokens stay, and are computed again when the request's turn comes."""
 
     def preempt(self, request: Request, plan: SchedulerOutput) -> None:
         request.table.free()

@@ -30,7 +30,7 @@ from labcore.scheduler.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """Keeps every unfinished request in exactly one place, and plans one step at a time. Built in notebook 04.
+    """Keeps every unfinished request in exactly one place, and plans one step at a time.
 
     The places are `waiting`, `running` (both by entitlement), and `followers`, who wait for their leader's prompt.
 

@@ -10,7 +10,7 @@ from labcore.scheduler.policy import Policy
 
 
 class WaitingQueue:
-    """Waiting requests, most entitled first. Built in notebook 04.
+    """Waiting requests, most entitled first.
 
     Push and pop cost O(log n). An aborted request is only crossed off: its heap entry is skipped when it surfaces, and
     dropped with all other such entries once they outnumber the live ones. So no list is searched, the heap is never more

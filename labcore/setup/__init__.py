@@ -1,6 +1,6 @@
-"""From a bare machine to an open notebook: what `make lab` and `make test` do, also without make.
+"""Set up the environment and run the Makefile's commands, also without make.
 
     python -m labcore.setup lab          (Windows: py -m labcore.setup lab)
 
-Standard library only, since it runs before anything is installed.
+Standard library only, because it runs before anything is installed.
 """

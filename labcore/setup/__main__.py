@@ -1,6 +1,6 @@
 """The commands of the Makefile: `python -m labcore.setup lab`, `… test`, and so on.
 
-Each begins by setting up what is missing (environment.py), so each works alone on a bare machine; but for `clean`.
+Each command except `clean` first installs what is missing (environment.py), so it works on a bare machine.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from labcore.setup.clean import clean
 from labcore.setup.environment import OLDEST_PYTHON, ROOT, ensure_installed, environment, say, venv_python
-from labcore.setup.explanations import SetupError, explain_os
+from labcore.setup.explain import SetupError, explain_os
 
 FIRST_PORT, LAST_PORT = 8888, 8937
 START = "lab/tree/notebooks/00_start_here.ipynb"
 
 
 def install(asked: argparse.Namespace) -> int:
-    """Have the environment with its packages."""
+    """Create the environment and install its packages, if that is not done yet."""
     ensure_installed(asked.venv, asked.python)
     return 0
 
 
 def lab(asked: argparse.Namespace) -> int:
-    """Start JupyterLab on notebook 00, reachable from this machine only, and print its address.
+    """Start JupyterLab on notebook 00, bound to localhost, and print its URL.
 
-    On POSIX this process becomes the server: Ctrl-C and kill reach it directly, and nothing is left behind.
+    On POSIX the process is replaced by the server (exec), so signals reach it directly.
     """
     port = choose_port(asked.port)
     token = asked.token or secrets.token_hex(16)
@@ -43,14 +43,14 @@ def lab(asked: argparse.Namespace) -> int:
         f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0",
         "--ServerApp.answer_yes=True",
-        "--ServerApp.log_level=ERROR",  # the address stays in sight
+        "--ServerApp.log_level=ERROR",  # keeps the URL visible
         "--LabApp.log_level=ERROR",
         f"--ServerApp.open_browser={asked.browser.lower() not in ('no', 'none', 'off', 'false', '0')}",
         f"--LabApp.default_url=/{START}",
     ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
-    # Through the environment, because everyone on the machine can read a command line.
+    # Passed through the environment: other users of the machine can read a command line.
     variables = {**environment(asked.venv), "JUPYTER_TOKEN": token}
     say(f"JupyterLab is starting; Ctrl-C stops it. Its address: http://localhost:{port}/{START}?token={token}")
     os.chdir(ROOT)
@@ -60,7 +60,7 @@ def lab(asked: argparse.Namespace) -> int:
 
 
 def choose_port(wanted: str = "") -> int:
-    """The port that was asked for, if it is free; without one, the first free port from 8888 up."""
+    """The requested port if it is free; by default the first free port from 8888 up. Raises SetupError."""
     if not wanted:
         free = next(filter(is_free, range(FIRST_PORT, LAST_PORT + 1)), None)
         if free is None:
@@ -74,9 +74,9 @@ def choose_port(wanted: str = "") -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on this port of this machine."""
+    """Whether a server can bind to this port on localhost."""
     with socket.socket() as probe:
-        if os.name != "nt":  # there it would allow two servers on one port
+        if os.name != "nt":  # on Windows the option allows two servers on one port
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -86,46 +86,46 @@ def is_free(port: int) -> bool:
 
 
 def fetch(asked: argparse.Namespace) -> int:
-    """Have the default model in the cache. `labcore fetch` shows the progress, and says itself what went wrong."""
+    """Download the default model if it is not cached. `labcore fetch` reports progress and errors."""
     return run(asked.venv, "-m", "labcore.cli.main", "fetch")
 
 
 SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
-"""For pytest: one worker a core, and no more than memory allows. A file stays with one: a notebook's cells need each other."""
+"""pytest-xdist: a worker a core, at most 4 (memory). A file runs on one worker: a notebook's cells depend on each other."""
 
 
 def test(asked: argparse.Namespace) -> int:
-    """Every test and every stored notebook output, in one pytest run whose closing line is the last thing printed.
+    """Run all tests and compare all stored notebook outputs, in one pytest run.
 
-    What was skipped is listed with its reason. Nothing is installed outside the environment, unless the variable
-    BROWSER_TESTS is `install`: then the browser tests get a Chromium where there is none, and fail without it.
+    Skipped tests are listed with their reasons. BROWSER_TESTS=install downloads a Chromium where there is none; otherwise
+    nothing is installed outside the environment.
     """
     return run(asked.venv, "-m", "pytest", "-rs", *SIDE_BY_SIDE, "--nbval", "--nbval-current-env", "tests", "notebooks")
 
 
 def test_fast(asked: argparse.Namespace) -> int:
-    """The tests that take seconds: no model, no browser, nothing slow."""
+    """Run the fast tests: no model, no browser, none marked slow."""
     return run(asked.venv, "-m", "pytest", *SIDE_BY_SIDE, "tests", "-m", "not slow and not model and not browser")
 
 
 def notebooks(asked: argparse.Namespace) -> int:
-    """Run every notebook in order and store its outputs; the first one that fails stays as it was, and ends the run."""
+    """Run every notebook in order and store its outputs. Stops at the first failure and leaves that file unchanged."""
     return run(asked.venv, "-m", "labcore.cli.main", "course", "run")
 
 
 def lint(asked: argparse.Namespace) -> int:
-    """Ruff over the package and the tests."""
+    """Run ruff over the package and the tests."""
     return run(asked.venv, "-m", "ruff", "check")
 
 
 def run(venv: Path, *arguments: str) -> int:
-    """Run the environment's Python in the project's folder; its exit status."""
+    """Run the environment's Python in the project folder; returns its exit status."""
     return subprocess.run([str(venv_python(venv)), *arguments], cwd=ROOT, env=environment(venv)).returncode
 
 
 def remove(asked: argparse.Namespace) -> int:
-    """Delete the environment and what the tools left behind. Raises SetupError outside of the course's folder."""
-    if not os.path.samefile(os.curdir, ROOT):  # an installed labcore is found from everywhere
+    """Delete the environment and the tools' caches. Raises SetupError outside the project folder."""
+    if not os.path.samefile(os.curdir, ROOT):  # an installed labcore can be run from any folder
         raise SetupError(f"this folder is not the course's — run `make clean` in {ROOT}, if that is what you want to clean.")
     clean(asked.venv)
     other = os.environ.get("VENV", "")
@@ -147,11 +147,11 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Carry out one command, step by step; returns the first exit status that is not 0."""
+    """Run the steps of one command; returns the first nonzero exit status, or 0."""
     parser = argparse.ArgumentParser(prog="python -m labcore.setup", description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--venv", default="", help="where the environment goes (default: .venv here)")
-    parser.add_argument("--python", default="", help="what PYTHON= said; an existing environment must match it")
+    parser.add_argument("--python", default="", help="the value of PYTHON=; an existing environment must match it")
     parser.add_argument("--port", default="", help="of JupyterLab (default: the first free one from 8888 up)")
     parser.add_argument("--browser", default="", help="`no`: JupyterLab opens none")
     parser.add_argument("--token", default="", help="of JupyterLab (default: a random one)")
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def venv_path(asked: str) -> Path:
-    """The environment's folder: `.venv` in the project, or where VENV= says, with `~` for the home folder."""
+    """The environment's folder: VENV= with `~` expanded, by default `.venv` in the project."""
     expanded = os.path.expanduser(asked or ".venv")
     if expanded.startswith("~"):
         raise SetupError(f"VENV is {asked!r}, and {expanded.split('/')[0]} has no home folder here — write the whole path.")
@@ -176,12 +176,12 @@ def venv_path(asked: str) -> Path:
 
 
 def main_with_plain_errors() -> int:
-    """`main`, with every failure as one line."""
+    """Run `main` and print any failure as one line."""
     try:
         return main()
     except (SetupError, OSError) as error:
         message = explain_os(error) if isinstance(error, OSError) else str(error)
-        message = message.replace("\n", "\\n")  # a line break in a folder's name
+        message = message.replace("\n", "\\n")  # a path may contain a line break
         print(f"labcore: error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

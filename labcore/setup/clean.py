@@ -1,11 +1,11 @@
-"""`make clean`: delete what labcore and its tools made, and nothing else.
+"""`make clean`: delete only what labcore and its tools created.
 
-    the environment        only with labcore's marker in it; the default one, or the one that the command line names
-    .pytest_cache, …       folders at the top of the project that one tool made for itself
-    __pycache__            in the project's own folders: the compiled files, then the folder if that leaves it empty
-    .ipynb_checkpoints     likewise: the copies of notebooks that are still there
+    the environment        only with labcore's marker in it; the default one, or the one given by VENV=
+    .pytest_cache, …       cache folders of tools at the top of the project
+    __pycache__            in the project's folders: the compiled files, then the folder if it is empty
+    .ipynb_checkpoints     in the project's folders: copies of notebooks that still exist
 
-Links are not followed. A folder that belongs to another project or environment is not entered.
+Symbolic links are not followed. Folders of other projects and environments are not entered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from labcore.files.folder_lock import folder_lock
 from labcore.setup.environment import ROOT, say, short
-from labcore.setup.explanations import SetupError
+from labcore.setup.explain import SetupError
 from labcore.setup.ownership import empty, why_not_ours
 
 TOOL_CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "labcore.egg-info")
@@ -40,7 +40,7 @@ def clean(venv: Path) -> None:
 
 
 def remove_environment(venv: Path) -> None:
-    """Delete an environment that labcore made; raises SetupError for anything else."""
+    """Delete an environment created by labcore. Raises SetupError for any other folder."""
     if reason := why_not_ours(venv, ROOT):
         raise SetupError(f"{short(venv)} {reason}, so it stays — delete it yourself if you no longer need it.")
     with folder_lock(venv, lambda: say(f"{short(venv)} is being installed by another process; waiting for that")):
@@ -48,14 +48,14 @@ def remove_environment(venv: Path) -> None:
         try:
             venv.rmdir()
         except OSError:
-            pass  # the place where a disk is mounted, say: an empty folder does no harm
+            pass  # a mount point, for example; an empty folder may stay
     say(f"deleted {short(venv)}")
 
 
 def caches() -> Iterator[Path]:
     """Every `__pycache__` and `.ipynb_checkpoints` in the project's own folders."""
     for top in filter(is_real_folder, (ROOT / name for name in FOLDERS)):
-        for place, folders, files in os.walk(top):  # enters no links
+        for place, folders, files in os.walk(top):  # does not follow links
             if "pyvenv.cfg" in files or ".git" in (*folders, *files):
                 folders.clear()
             elif os.path.basename(place) in ("__pycache__", ".ipynb_checkpoints"):
@@ -63,7 +63,7 @@ def caches() -> Iterator[Path]:
 
 
 def remove_cache(folder: Path) -> bool:
-    """Delete the files of one cache that can be made again; whether the folder is gone."""
+    """Delete the files of one cache that can be regenerated. Returns whether the folder is gone."""
     for file in list(folder.iterdir()):
         original = folder.parent / file.name.replace("-checkpoint", "", 1)
         compiled = folder.name == "__pycache__" and ".pyc" in file.name

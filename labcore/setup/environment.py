@@ -1,10 +1,10 @@
-"""From a bare machine to an environment that holds labcore and every pinned package.
+"""Create the virtual environment with labcore and every pinned package.
 
     Python >= 3.10  →  .venv  →  the pins of requirements.lock  →  labcore itself  →  stamp
 
-The stamp is written last, so an installation that failed or was killed is never taken for a good one. It names what the
-environment was made from, so new pins are installed by the same command. A folder that holds anything and was not made by
-labcore (ownership.py) is refused: nothing in it is touched.
+The stamp is written last, so a failed or killed installation is not mistaken for a complete one. It holds a hash of the
+pins and metadata, so changed pins are installed by the same command. A non-empty folder that labcore did not create
+(ownership.py) is rejected and left unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from labcore.files.folder_lock import folder_lock
-from labcore.setup.explanations import NEEDED_GB, SetupError, explain_import, explain_pip, explain_venv
+from labcore.setup.explain import NEEDED_GB, SetupError, explain_import, explain_pip, explain_venv
 from labcore.setup.ownership import STAMP, UNFINISHED, empty, mark, why_not_ours
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +29,9 @@ LOG = "labcore-pip.log"
 
 
 def ensure_installed(venv: Path, wanted_python: str = "") -> None:
-    """Make `venv` hold labcore and its packages; at once if the stamp says that it does. Raises `SetupError`.
+    """Install labcore and its packages into `venv`; returns at once if the stamp is current. Raises `SetupError`.
 
-    wanted_python    what the reader said with PYTHON=, if anything: an existing environment must be of that version
+    wanted_python    the value of PYTHON=, if given: an existing environment must have this version
     """
     refuse_foreign(venv)
     if is_ready(venv, wanted_python):
@@ -46,13 +46,13 @@ def ensure_installed(venv: Path, wanted_python: str = "") -> None:
 
 
 def refuse_foreign(venv: Path) -> None:
-    """Raise `SetupError` if `venv` exists, holds anything, and is not an environment that labcore made."""
+    """Raise `SetupError` if `venv` is a non-empty folder that labcore did not create."""
     if os.path.lexists(venv) and (reason := why_not_ours(venv, ROOT, or_empty=True)):
         raise SetupError(f"{short(venv)} {reason}, so nothing in it was touched — name a new or empty folder: VENV=/path.")
 
 
 def is_ready(venv: Path, wanted_python: str) -> bool:
-    """Whether `venv` is installed. Raises `SetupError` if it has the wrong Python."""
+    """Whether `venv` is completely installed. Raises `SetupError` if it has the wrong Python version."""
     if not venv_python(venv).exists():
         return False
     check_version_of(venv, wanted_python)
@@ -60,11 +60,11 @@ def is_ready(venv: Path, wanted_python: str) -> bool:
 
 
 def install(venv: Path) -> None:
-    """Make the environment, unless it is whole, and install everything into it. The caller holds its lock."""
+    """Create the environment unless it is complete, and install everything. The caller holds the lock."""
     if (venv / UNFINISHED).exists() or not venv_python(venv).exists():
         say(f"making a Python environment in {short(venv)}")
         make_venv(venv)
-    mark(venv)  # an environment from before there was a marker loses its other mark now
+    mark(venv)  # older environments have no marker, and their stamp is deleted next
     (venv / STAMP).unlink(missing_ok=True)
     say("installing the packages: a few minutes, the first time only")
     pip_install(venv, "-r", "requirements.lock")
@@ -76,13 +76,13 @@ def install(venv: Path) -> None:
 
 
 def is_installed(venv: Path) -> bool:
-    """Whether the stamp is there and names today's pins."""
+    """Whether the stamp exists and matches the current pins."""
     stamp = venv / STAMP
     return stamp.exists() and stamp.read_text() == fingerprint()
 
 
 def fingerprint() -> str:
-    """What an environment is made from: the pins, the project's metadata, and where the project lies."""
+    """A hash of the pins, the project metadata and the project's path."""
     made_from = hashlib.sha256(str(ROOT).encode())
     for name in ("requirements.lock", "pyproject.toml"):
         made_from.update((ROOT / name).read_bytes())
@@ -90,7 +90,7 @@ def fingerprint() -> str:
 
 
 def check_version_of(venv: Path, wanted_python: str = "") -> None:
-    """Refuse an existing environment whose Python is too old, or is not the one that PYTHON= asks for."""
+    """Raise `SetupError` if the environment's Python is too old or differs from PYTHON=."""
     settings = venv / "pyvenv.cfg"
     found = re.search(r"^version\s*=\s*(\d+)\.(\d+)", settings.read_text(), re.MULTILINE) if settings.exists() else None
     if not found:
@@ -106,7 +106,7 @@ def check_version_of(venv: Path, wanted_python: str = "") -> None:
 
 
 def check_disk(venv: Path) -> None:
-    """Refuse to begin what can't fit."""
+    """Raise `SetupError` if the disk has too little free space."""
     place = venv
     while not place.exists():
         place = place.parent
@@ -119,7 +119,7 @@ def check_disk(venv: Path) -> None:
 
 
 def make_venv(venv: Path) -> None:
-    """Create `venv` anew in its folder, marked as labcore's and as unfinished; what an earlier try left goes first."""
+    """Create `venv`, marked as labcore's and as unfinished. Remains of an earlier attempt are deleted first."""
     empty(venv)
     mark(venv)
     (venv / UNFINISHED).touch()
@@ -129,12 +129,12 @@ def make_venv(venv: Path) -> None:
 
 
 def pip_install(venv: Path, *arguments: str) -> None:
-    """`pip install` into the environment, all its output shown; what it says at length goes to a log."""
+    """Run `pip install` in the environment. Its output is shown; the verbose log goes to a file."""
     log = venv / LOG
     log.unlink(missing_ok=True)
     command = [str(venv_python(venv)), "-m", "pip", "--disable-pip-version-check", "--log", str(log)]
     command += ["install", *arguments]
-    # Warnings and errors pass through our hands, since a full disk holds no log; progress bars go straight on.
+    # stderr is read here as well, since a full disk holds no log; progress bars go to the terminal.
     pipe = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     complaints = []
     with subprocess.Popen(command, cwd=ROOT, env=environment(venv), **pipe) as pip:
@@ -146,7 +146,7 @@ def pip_install(venv: Path, *arguments: str) -> None:
 
 
 def check_imports(venv: Path) -> None:
-    """An installed package is not yet a working one: import those that everything rests on."""
+    """Import the main packages in the environment. Raises `SetupError` if one does not import."""
     code = "import labcore, torch, transformers, jupyterlab, ipykernel"
     command = [str(venv_python(venv)), "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(venv))
@@ -155,7 +155,7 @@ def check_imports(venv: Path) -> None:
 
 
 def keep_jupyter_quiet(venv: Path) -> None:
-    """No pop-up that asks for news, and no look for updates, in a class without a network."""
+    """Turn off JupyterLab's update check and news prompt, which need a network."""
     settings = {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"}}
     folder = venv / "share/jupyter/lab/settings"
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,9 +163,9 @@ def keep_jupyter_quiet(venv: Path) -> None:
 
 
 def environment(venv: Path) -> dict[str, str]:
-    """The variables for a program that runs in `venv`.
+    """Environment variables of a program that runs in `venv`.
 
-    Its Jupyter kernels come first: a reader with a `python3` kernel of their own, or JUPYTER_PATH set, still gets ours.
+    JUPYTER_PATH begins with the environment, so its `python3` kernel has precedence over a user's.
     """
     not_ours = ("PYTHONHOME", "MAKEFLAGS", "MAKELEVEL")
     inherited = {name: value for name, value in os.environ.items() if name not in not_ours}
@@ -184,22 +184,22 @@ def venv_python(venv: Path) -> Path:
 
 
 def clean_command(venv: Path) -> str:
-    """What to type to have `venv` deleted."""
+    """The command that deletes `venv`."""
     return "make clean" if venv == ROOT / ".venv" else f"make clean VENV={shlex.quote(short(venv))}"
 
 
 def short(path: Path) -> str:
-    """A path as the reader would type it: from the project's folder, where it lies inside."""
+    """The path relative to the project folder if it is inside."""
     return str(path.relative_to(ROOT)) if ROOT in path.parents else str(path)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there in full or not at all."""
+    """Write a small file atomically."""
     half = path.with_name(path.name + ".part")
     half.write_text(text)
     os.replace(half, path)
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"labcore: {text}", flush=True)

@@ -1,6 +1,6 @@
-"""Which folder is an environment that labcore made. Only such a folder is ever written to, emptied or deleted.
+"""Recognise environments created by labcore. Only such a folder is written to, emptied or deleted.
 
-A marker file in it says so. It is written before anything else, and deleted last.
+A marker file identifies it: written first, deleted last.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import os
 import shutil
 from pathlib import Path
 
-from labcore.setup.explanations import SetupError
+from labcore.setup.explain import SetupError
 
 MARKER = "labcore-environment"
 STAMP, UNFINISHED = "labcore-installed", "labcore-unfinished"
 MARKS = (MARKER, STAMP, UNFINISHED)
-"""The last two also mark an environment that was made before there was a marker."""
+"""The last two identify environments that are older than the marker."""
 
 PARTS = {"bin", "include", "lib", "lib64", "scripts", "share", "etc", "man", "pyvenv.cfg", ".gitignore"}
-"""What `python -m venv` and pip put at the top of an environment, in lower case."""
+"""Names that `python -m venv` and pip create at the top of an environment, in lower case."""
 
 
 def mark(venv: Path) -> None:
-    """Say in `venv`, an existing folder, that labcore made it."""
+    """Write the marker into `venv`, an existing folder."""
     (venv / MARKER).write_text("labcore made this Python environment: `make clean` deletes all of this folder.\n")
 
 
 def why_not_ours(venv: Path, project: Path, or_empty: bool = False) -> str:
-    """Why `venv`, which exists, is not an environment that labcore made, as the rest of a sentence; "" if it is one.
+    """Why `venv`, which exists, was not created by labcore, as the predicate of a sentence; "" if it was.
 
-    or_empty    an empty folder will do, too: an environment may be made in it
+    or_empty    also accept an empty folder: an environment may be created in it
 
-    The project's folder, the home folder and what holds them never will, whatever marks they have; nor will a link.
+    The project folder, the home folder, their parents and symbolic links are never accepted, even with a marker.
     """
     if venv.is_symlink():
         return f"is a link to {os.readlink(venv)}"
@@ -47,9 +47,9 @@ def why_not_ours(venv: Path, project: Path, or_empty: bool = False) -> str:
 
 
 def empty(venv: Path) -> None:
-    """Delete what is in `venv`, an environment that labcore made; its marks last, so that this can be interrupted.
+    """Delete the content of `venv`, an environment created by labcore; its marks last, so that it can be interrupted.
 
-    Raises SetupError, and deletes nothing, if there is anything in it that an environment doesn't have.
+    Raises SetupError, and deletes nothing, if it contains files that don't belong to an environment.
     """
     names = sorted(os.listdir(venv), key=lambda name: name in MARKS)
     foreign = [name for name in names if name.lower() not in PARTS and not name.startswith("labcore-")]

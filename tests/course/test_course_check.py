@@ -18,8 +18,8 @@ from labcore.course import exercises as specs
 from labcore.course.learner.exercise import Exercise, expect_equal, expect_raises, find_exercise
 from labcore.course.learner.progress import load_progress, progress_path
 from labcore.course.learner.text import show
-from labcore.course.learner.timeout import run_limited
-from labcore.course.learner.verdict import Session, judge
+from labcore.course.learner.timeout import run_with_timeout
+from labcore.course.learner.verdict import CheckSession, judge
 from labcore.kvcache.blocks import BlockPool
 
 
@@ -35,7 +35,7 @@ def told():
 
 @pytest.fixture
 def session(told):
-    return Session(tell=told.append, limit=0.3)
+    return CheckSession(tell=told.append, timeout=0.3)
 
 
 class TakesTooMany(BlockPool):
@@ -167,13 +167,13 @@ def test_code_that_never_ends_is_stopped_at_the_limit(session, told, attempt, li
 @pytest.mark.parametrize("attempt", [LoopsForEver, SwallowsEverything])
 def test_a_stopped_loop_leaves_no_thread_behind(attempt):
     before = threading.active_count()
-    outcome = run_limited(lambda: attempt(4, 4).allocate(1), 0.05)
+    outcome = run_with_timeout(lambda: attempt(4, 4).allocate(1), 0.05)
     assert outcome.timed_out
     assert threading.active_count() == before
 
 
 def test_a_stopped_thread_says_nothing_on_stderr(capfd):
-    run_limited(lambda: LoopsForEver(4, 4).allocate(1), 0.05)
+    run_with_timeout(lambda: LoopsForEver(4, 4).allocate(1), 0.05)
     assert capfd.readouterr().err == ""
 
 
@@ -184,7 +184,7 @@ def test_an_interrupt_of_the_learner_stops_the_check_and_is_theirs_to_see():
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        run_limited(loops_until_somebody_presses_ctrl_c, 10)
+        run_with_timeout(loops_until_somebody_presses_ctrl_c, 10)
     assert threading.active_count() == before
 
 
@@ -233,22 +233,22 @@ def test_exercises_that_do_not_load_are_reported_not_raised(session, told, monke
     assert "progress can't be shown" in told[1]
 
 
-def test_finished_gives_back_a_passing_object_in_silence(session, told):
-    assert session.finished("77.total", 6) == 6
+def test_or_reference_gives_back_a_passing_object_in_silence(session, told):
+    assert session.or_reference("77.total", 6) == 6
     assert told == []
 
 
-def test_finished_goes_on_with_the_reference_and_says_so(session, told):
-    assert session.finished("77.allocate", Unwritten) is BlockPool
-    assert session.finished("77.total", ...) == 6
+def test_or_reference_goes_on_with_the_reference_and_says_so(session, told):
+    assert session.or_reference("77.allocate", Unwritten) is BlockPool
+    assert session.or_reference("77.total", ...) == 6
     assert told[0] == "77.allocate   not done yet: the notebook goes on with labcore.kvcache.blocks.BlockPool."
 
 
-def test_finished_does_not_wait_a_second_time_for_the_object_that_was_just_checked(told):
-    session = Session(tell=told.append, limit=0.8)
+def test_or_reference_does_not_wait_a_second_time_for_the_object_that_was_just_checked(told):
+    session = CheckSession(tell=told.append, timeout=0.8)
     session.check("77.allocate", Sleeps)
     started = time.monotonic()
-    session.finished("77.allocate", Sleeps)
+    session.or_reference("77.allocate", Sleeps)
     assert time.monotonic() - started < 0.8, "the limit was waited for once more"
 
 
@@ -295,7 +295,7 @@ class TestProgress:
 
     def test_it_survives_the_kernel_in_a_file_in_the_learners_folder(self, session, told, tmp_path):
         session.check("77.total", 6)
-        Session(tell=told.append).progress(77)
+        CheckSession(tell=told.append).progress(77)
         assert json.loads((tmp_path / ".labcore_progress.json").read_text()) == {
             "format": 1,
             "exercises": {"77.total": "done"},
@@ -336,7 +336,7 @@ class TestProgress:
         assert os.listdir(tmp_path) == ["photos"]
 
     def test_progress_of_two_kernels_is_kept_together(self, session, told, tmp_path):
-        other = Session(tell=told.append)
+        other = CheckSession(tell=told.append)
         earlier = load_progress(progress_path())
         other.check("77.allocate", BlockPool)
         earlier.record("77.total", True)  # it had read the file before the other one wrote

@@ -93,7 +93,7 @@ def test_a_notebook_is_run_and_judged_and_left_as_it_was(tmp_path, capsys):
     assert "3 of 3 exercises done, complete" in capsys.readouterr().out
 
 
-ENDLESS = """from labcore.course.learner.verdict import Session
+ENDLESS = """from labcore.course.learner.verdict import CheckSession
 import labcore.course.exercises
 labcore.course.exercises.__path__.append({folder!r})
 from labcore.kvcache.blocks import BlockPool
@@ -104,7 +104,7 @@ class Endless(BlockPool):
                 pass
             except Exception:
                 pass
-session = Session(limit=0.5)"""
+session = CheckSession(timeout=0.5)"""
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_printed_text_compares_equal_however_it_was_cut_into_messages(tmp_path):
     assert "6 passed" in done.stdout
 
 
-def test_the_course_needs_no_torch_until_something_is_proved():
+def test_the_course_needs_no_torch_until_an_engine_runs():
     """A machine where torch doesn't load still checks exercises, builds editions and shows progress."""
     code = "import sys, labcore.course, labcore.cli.course_tools, labcore.cli.student, labcore.cli.check;"
     code += "print('torch' in sys.modules, 'nbclient' in sys.modules)"

@@ -1,4 +1,4 @@
-"""The hot-swap proof: a part that does what ours does is told so; any other, at the first step where it shows."""
+"""The hot-swap test: a part that does what ours does is told so; any other, at the first step where it shows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labcore.attention.torch_backend import TorchAttention
-from labcore.course.learner import engine_diff as proof
-from labcore.course.learner.engine_diff import compare, find_seam, prove
+from labcore.course.learner import engine_diff
+from labcore.course.learner.engine_diff import compare, find_seam, swap_test
 from labcore.kvcache.blocks import BlockPool
 from labcore.models import from_model
 from labcore.scheduler.scheduler import Scheduler
@@ -112,8 +112,8 @@ def test_which_blocks_a_pool_hands_out_is_its_own_business(loaded):
     ("seam", "part", "words"),
     [
         ("block_pool", LosesOneOfFour, "they part at step"),
-        ("block_pool", LosesOneOfFour, "Then the engine's audit finds: block"),
-        ("block_pool", GivesTheSameTwice, "the engine's audit finds: block 0: "),
+        ("block_pool", LosesOneOfFour, "Then the engine's invariants are violated: block"),
+        ("block_pool", GivesTheSameTwice, "the engine's invariants are violated: block 0: "),
         (
             "block_pool",
             RaisesLate,
@@ -126,7 +126,7 @@ def test_which_blocks_a_pool_hands_out_is_its_own_business(loaded):
     ],
 )
 def test_a_part_that_differs_is_told_where_and_how(loaded, seam, part, words):
-    verdict = compare(seam, part, loaded, limit=1 if part is NeverEnds else 60)
+    verdict = compare(seam, part, loaded, timeout=1 if part is NeverEnds else 60)
     assert not verdict.same
     assert words in verdict.what
 
@@ -155,36 +155,36 @@ def test_the_seam_is_found_by_what_the_part_is_or_by_its_name():
         (BlockPool, {"scheduler": Scheduler}, "give one part"),
         (None, {"block_pool": BlockPool, "scheduler": Scheduler}, "give one part"),
         (None, {"pool": BlockPool}, "there is no seam 'pool'; there are block_pool, scheduler"),
-        (int, {}, "int could be any part: say which, prove(block_pool=int)."),
+        (int, {}, "int could be any part: say which, swap_test(block_pool=int)."),
     ],
 )
-def test_what_cannot_be_proved_is_said_in_one_line(capsys, part, parts, words):
-    prove(part, **parts)
+def test_swap_test_says_in_one_line_what_it_cannot_run(capsys, part, parts, words):
+    swap_test(part, **parts)
     assert words in capsys.readouterr().out
 
 
 def test_the_verdict_is_printed_and_fits_the_page(loaded, capsys):
-    prove(LosesOneOfFour, model=loaded)
+    swap_test(LosesOneOfFour, model=loaded)
     said = capsys.readouterr().out
-    assert said.startswith("prove block_pool=LosesOneOfFour   not the same — they part at step")
+    assert said.startswith("swap_test block_pool=LosesOneOfFour   not the same — they part at step")
     assert max(map(len, said.splitlines())) <= 120
 
 
-def test_a_proof_leaves_the_random_numbers_as_they_were(loaded, capsys):
+def test_swap_test_leaves_the_random_numbers_as_they_were(loaded, capsys):
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    prove(OtherOrder, model=loaded)
+    swap_test(OtherOrder, model=loaded)
     assert torch.equal(torch.rand(1), expected)
 
 
 def test_an_llm_lends_its_model(loaded):
     from labcore import LLM
 
-    assert proof.load_once(LLM(loaded, num_blocks=8)) is loaded
+    assert engine_diff.load_once(LLM(loaded, num_blocks=8)) is loaded
 
 
 @pytest.mark.slow
 def test_the_real_model_speaks_the_same_from_another_pool(smollm2, capsys):
-    prove(OtherOrder, model=smollm2)
-    assert capsys.readouterr().out.startswith("prove block_pool=OtherOrder   same — 8 prompts, 128 tokens")
+    swap_test(OtherOrder, model=smollm2)
+    assert capsys.readouterr().out.startswith("swap_test block_pool=OtherOrder   same — 8 prompts, 128 tokens")

@@ -42,10 +42,10 @@ def test_a_right_solution_passes_by_whatever_road(exercise, solution):
 @pytest.mark.parametrize(("exercise", "solution"), list(cases("WRONG")))
 def test_a_wrong_solution_fails_with_a_sentence_that_fits(exercise, solution):
     attempt, words = solution
-    verdict = judge(exercise, attempt, limit=2)
+    verdict = judge(exercise, attempt, timeout=2)
     assert not verdict.done
     assert words and words in " ".join(str(verdict).split())
-    assert str(judge(exercise, attempt, limit=2)) == str(verdict)  # the same in every run
+    assert str(judge(exercise, attempt, timeout=2)) == str(verdict)  # the same in every run
 
 
 @each_exercise
@@ -65,7 +65,7 @@ def test_the_reference_passes_its_own_check(exercise):
 def test_nothing_written_and_nonsense_are_verdicts_too(exercise):
     assert "nothing is written here yet" in str(judge(exercise, ...))
     for nonsense in (None, "text", object(), type("Empty", (), {})):
-        assert not judge(exercise, nonsense, limit=2).done
+        assert not judge(exercise, nonsense, timeout=2).done
 
 
 @each_exercise
@@ -78,7 +78,7 @@ def test_a_verdict_and_a_hint_fit_the_page(exercise):
 
 @pytest.mark.parametrize("exercise", [e for e in EXERCISES if isinstance(e, BugHunt)], ids=lambda exercise: exercise.id)
 def test_the_planted_defect_is_caught(exercise):
-    verdict = judge(exercise, resolve(exercise.planted), limit=2)
+    verdict = judge(exercise, resolve(exercise.planted), timeout=2)
     assert not verdict.done
     assert exercise.seen_in
 

@@ -16,12 +16,12 @@ from nbformat.v4 import new_notebook
 from labcore.course.author import promotion
 from labcore.course.author.notebooks import clean
 from labcore.course.author.promotion import PACKAGE, collect, compare, differences, marked_names, members, public_symbols
-from labcore.course.curriculum import HOUSE, Room
+from labcore.course.curriculum import LESSONS, Lesson
 
 NOTEBOOKS = PACKAGE.parent / "notebooks"
-ROOM = (Room("02_blocks", ("blocks",)),)
+LESSON = (Lesson("02_blocks", ("blocks",)),)
 
-MODULE = '''"""Blocks."""
+MODULE = '''"""Blocks. Built in notebook 02."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LIMIT: int = 4
 
 
 class OutOfBlocks(RuntimeError):
-    """None left. Built in notebook 02."""
+    """None left."""
 
 
 class Pool(object):
-    """A pool. Built in notebook 02."""
+    """A pool."""
 
     kind = "paged"
 
@@ -50,7 +50,7 @@ class Pool(object):
 
 
 def blocks_for(tokens: int) -> int:
-    """How many. Built in notebook 02."""
+    """How many."""
     return -(-tokens // LIMIT)
 
 
@@ -67,7 +67,7 @@ CELLS = [
     "# labcore: blocks.Pool.empty, .take\nclass Pool(Pool):  # NEW\n    @property\n    def empty(self) -> bool:\n"
     "        return self.size == 0\n\n    def take(self, n: int = 1) -> list[int]:\n"
     "        ### BEGIN SOLUTION\n        return [self.size - i for i in range(n)]\n        ### END SOLUTION\n\n"
-    'pool = Pool(3)\npool.take(2)\ncheck("02.take", Pool)\nPool = finished("02.take", Pool)',
+    'pool = Pool(3)\npool.take(2)\ncheck("02.take", Pool)\nPool = or_reference("02.take", Pool)',
     "# labcore: blocks.blocks_for\ndef blocks_for(tokens: int) -> int:\n    return -(-tokens // LIMIT)",
 ]
 
@@ -80,10 +80,10 @@ def package(tmp_path) -> Path:
     return folder
 
 
-def report(tmp_path, package, cells, name="02_blocks.ipynb", house=ROOM):
+def report(tmp_path, package, cells, name="02_blocks.ipynb", lessons=LESSON):
     cells = [mini_course.cell("code", source) for source in cells]
     mini_course.write(tmp_path / "notebooks", clean(new_notebook(cells=cells)), name)
-    return compare(tmp_path / "notebooks", package, house)
+    return compare(tmp_path / "notebooks", package, lessons)
 
 
 def changed(index, old, new):
@@ -96,10 +96,10 @@ def test_labcores_own_notebooks_and_package_agree():
     assert report.problems == [], str(report)
 
 
-def test_every_part_of_the_house_is_either_owned_or_to_come():
+def test_every_part_of_the_course_is_either_owned_or_to_come():
     report = compare(NOTEBOOKS)
     spoken_for = {*report.owned, *report.to_come}
-    assert {room.notebook for room in HOUSE} <= spoken_for
+    assert {lesson.notebook for lesson in LESSONS} <= spoken_for
     assert not set(report.owned) & set(report.to_come)
 
 
@@ -167,22 +167,38 @@ def test_a_symbol_has_one_owner(tmp_path, package):
     assert problems == ["notebook 05, cell 1: defines blocks.LIMIT again; notebook 02, cell 2 has it."]
 
 
-def test_a_docstring_must_name_its_notebook(tmp_path, package):
-    (package / "blocks.py").write_text(MODULE.replace("How many. Built in notebook 02.", "How many."))
-    (problem,) = report(tmp_path, package, CELLS).problems
-    assert problem.endswith('the package\'s docstring must say "Built in notebook 02."')
+@pytest.mark.parametrize("docstring", ["Blocks.", "Blocks. Built in notebook 04.", "Blocks, as in notebook 02."])
+def test_a_module_docstring_must_name_the_notebook_of_each_symbol(tmp_path, package, docstring):
+    (package / "blocks.py").write_text(MODULE.replace("Blocks. Built in notebook 02.", docstring))
+    problems = report(tmp_path, package, CELLS).problems
+    assert len(problems) == 4
+    assert all(p.endswith('the module\'s docstring must say "Built in notebook 02."') for p in problems)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "notebooks"),
+    [
+        ("The pool. Built in notebook 02.", {"02"}),
+        ("The seam. Built in notebooks 04 and\n06.", {"04", "06"}),
+        ("`choose` is built in notebook 03.", {"03"}),
+        ("Built in notebooks 01, 04 and 06; notebook 07 reads it.", {"01", "04", "06"}),
+        ("Read in notebook 02.", set()),
+    ],
+)
+def test_builders_are_the_notebooks_of_built_in(docstring, notebooks):
+    assert promotion.builders(docstring) == notebooks
 
 
 def test_a_part_whose_notebook_is_not_written_is_to_come(tmp_path, package):
-    house = (*ROOM, Room("03_kernels", ("kernels",)))
-    result = report(tmp_path, package, CELLS, house=house)
+    lessons = (*LESSON, Lesson("03_kernels", ("kernels",)))
+    result = report(tmp_path, package, CELLS, lessons=lessons)
     assert result.problems == [] and result.to_come == {"03_kernels": ("kernels",)}
     assert "03_kernels                 to come: kernels" in str(result)
 
 
 def test_a_part_whose_notebook_is_written_must_exist(tmp_path, package):
-    house = (Room("02_blocks", ("blocks", "kernels")),)
-    (problem,) = report(tmp_path, package, CELLS, house=house).problems
+    lessons = (Lesson("02_blocks", ("blocks", "kernels")),)
+    (problem,) = report(tmp_path, package, CELLS, lessons=lessons).problems
     assert problem == "kernels: notebook 02 is written, but labcore/kernels has nothing in it."
 
 
@@ -205,7 +221,7 @@ def test_what_is_kept_out_needs_no_owner_but_may_have_none_either(tmp_path, pack
 
 
 def test_what_is_kept_out_exists():
-    symbols = {name for room in HOUSE for part in room.parts for name in public_symbols(part)}
+    symbols = {name for lesson in LESSONS for part in lesson.parts for name in public_symbols(part)}
     modules = {name.rpartition(".")[0] for name in symbols}
     assert set(promotion.KEPT_OUT) <= symbols | modules
 
@@ -221,7 +237,7 @@ def test_a_marker_names_several_symbols():
 
 
 def test_re_opened_classes_build_up_the_class_that_the_package_has():
-    scope: dict = {"check": lambda *_: None, "finished": lambda _, obj: obj}
+    scope: dict = {"check": lambda *_: None, "or_reference": lambda _, obj: obj}
     for source in CELLS:
         exec(source, scope)
     pool = scope["Pool"](3)

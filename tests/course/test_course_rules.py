@@ -12,7 +12,7 @@ from labcore.course import exercises as specs
 from labcore.course.author import rules
 from labcore.course.author.notebooks import clean, code_cells, notebook_text
 from labcore.course.author.rules import RULES, SECTIONS, rules_broken
-from labcore.course.curriculum import Room
+from labcore.course.curriculum import Lesson
 from labcore.course.learner.claims import Claim
 
 CLAIM = Claim("util", "paging uses over 90 % of KV memory", "holds", 96.3, "%", "quoted", "a paper", "77")
@@ -21,9 +21,9 @@ RECAP = "## Recap\n\nWho owns a block? Who frees it? When?\n\nNext: nothing."
 
 
 @pytest.fixture(autouse=True)
-def mini_house(monkeypatch):
+def mini_lessons(monkeypatch):
     monkeypatch.setattr(specs, "__path__", [*specs.__path__, str(mini_course.HERE)])
-    monkeypatch.setattr(rules, "room", lambda number: Room("77_mini", ("kvcache.blocks",)) if number == "77" else None)
+    monkeypatch.setattr(rules, "lesson", lambda number: Lesson("77_mini", ("kvcache.blocks",)) if number == "77" else None)
     monkeypatch.setattr(rules, "load_claims", lambda: [CLAIM])
 
 
@@ -109,8 +109,8 @@ def test_a_good_notebook_breaks_no_rule(tmp_path):
         (lambda: with_output(new_output("display_data", {"text/html": "<a href=/home/x.png>"})), "an absolute path"),
         (lambda: with_output(printed("x" * 1_000_000)), "bytes; it must stay below 1,000,000"),
         (lambda: changed("# A mini notebook", "A mini notebook"), "opens with the title"),
-        (lambda: changed("Prerequisites", "Needed"), "the first cell doesn't speak of prerequisites"),
-        (lambda: changed("labcore/kvcache/blocks", "labcore/kvcache/block"), "the first cell doesn't speak of kvcache.blocks"),
+        (lambda: changed("Prerequisites", "Needed"), "the first cell doesn't mention prerequisites"),
+        (lambda: changed("labcore/kvcache/blocks", "labcore/kvcache/block"), "the first cell doesn't mention kvcache.blocks"),
         (lambda: changed("## Oracle", "## Comparison"), "section “oracle” is missing"),
         (lambda: changed("## Predict", "Predict"), "section “predict” is missing"),
         (lambda: changed("## Set-up", "## Begin"), "section “set-up” is missing"),
@@ -120,7 +120,7 @@ def test_a_good_notebook_breaks_no_rule(tmp_path):
         (lambda: changed("check(", "chec("), "no exercise is checked"),
         (
             lambda: changed('check("77.total"', 'check("77.totals"'),
-            "77.totals: is checked, but isn't in labcore/course/specs/nb77",
+            "77.totals: is checked, but isn't in labcore/course/exercises/nb77",
         ),
         (lambda: changed('check("77.total", 6)', "6"), "77.total: is checked 0 times, must be once"),
         (lambda: numbered(cell("code", 'check("77.total", 7)')), "77.total: is checked 2 times, must be once"),
@@ -164,9 +164,9 @@ def test_a_notebook_with_too_few_exercises_or_no_bug_hunt_is_found(tmp_path, mon
     assert "none of the exercises is a bug hunt" in problems
 
 
-def test_a_notebook_without_a_room_or_with_another_name_is_found(tmp_path):
-    assert any("the house has no room 78" in problem for problem in broken(tmp_path, good(), "78_mini.ipynb"))
-    assert any("the house calls it 77_mini.ipynb" in problem for problem in broken(tmp_path, good(), "77_maxi.ipynb"))
+def test_a_notebook_without_a_lesson_or_with_another_name_is_found(tmp_path):
+    assert any("the course has no lesson 78" in problem for problem in broken(tmp_path, good(), "78_mini.ipynb"))
+    assert any("the course calls it 77_mini.ipynb" in problem for problem in broken(tmp_path, good(), "77_maxi.ipynb"))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_ordinary_assignments_are_no_patches(tmp_path, source):
 )
 def test_private_names_of_others_are_found(tmp_path, source):
     assert any(
-        "is private to whoever made it" in problem for problem in broken(tmp_path, numbered(cell("code", source)))
+        "is private" in problem for problem in broken(tmp_path, numbered(cell("code", source)))
     )
 
 

@@ -68,7 +68,7 @@ class TestStubs:
         assert sources(edition().notebook)[4] == (
             "class BlockPool(BlockPool):  # NEW\n    def allocate(self, n: int) -> list[int]:\n"
             '        """Take n blocks."""\n        raise NotImplementedError("your turn: 77.allocate")\n\n'
-            'check("77.allocate", BlockPool)\nBlockPool = finished("77.allocate", BlockPool)'
+            'check("77.allocate", BlockPool)\nBlockPool = or_reference("77.allocate", BlockPool)'
         )
 
     def test_outside_of_a_function_each_name_is_an_ellipsis(self):

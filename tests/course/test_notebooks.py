@@ -12,7 +12,7 @@ from nbconvert import HTMLExporter
 
 from labcore.course.author.notebooks import read_notebook
 from labcore.course.author.rules import RULES, Written, strictly_compared_share
-from labcore.course.curriculum import HOUSE, notebook_files
+from labcore.course.curriculum import LESSONS, notebook_files
 from labcore.course.learner.claims import load_claims
 from labcore.viz.figure import PLOTLY_MIME
 
@@ -27,17 +27,17 @@ def test_notebook(path, rule):
     assert rule(Written(path, read_notebook(path))) == []
 
 
-def test_the_folder_holds_nothing_but_rooms_of_the_house():
+def test_the_folder_holds_nothing_but_lessons_of_the_course():
     names = {path.stem for path in FOLDER.glob("*.ipynb")}
-    assert names and names <= {room.notebook for room in HOUSE}
+    assert names and names <= {lesson.notebook for lesson in LESSONS}
 
 
 def test_most_outputs_are_compared_in_full():
     assert strictly_compared_share(FOLDER) >= 0.8
 
 
-def test_every_claim_belongs_to_a_notebook_of_the_house():
-    assert {claim.notebook for claim in load_claims()} <= {room.number for room in HOUSE}
+def test_every_claim_belongs_to_a_notebook_of_the_course():
+    assert {claim.notebook for claim in load_claims()} <= {lesson.number for lesson in LESSONS}
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from labcore.course.learner.text_engine import Desk
+from labcore.course.learner.text_engine import TextEngine
 from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache
 
 
@@ -22,26 +22,26 @@ def test_what_follows_a_text_depends_on_the_text_alone():
     texts = {"ana": "the sea is calm", "bo": "the sea is wild", "cy": "the sea is calm"}
     said = []
     for cache, num_blocks in ((NoPrefixCache, 20), (HashedPrefixCache, 20), (HashedPrefixCache, 8)):
-        desk = Desk(cache, num_blocks=num_blocks, budget=6)
+        desk = TextEngine(cache, num_blocks=num_blocks, budget=6)
         for name, text in texts.items():
-            desk.ask(name, text, output=9)
+            desk.submit(name, text, output=9)
         said.append(desk.run())
-        assert desk.foreign == []
+        assert desk.foreign_reads == []
     assert said[0] == said[1] == said[2] and said[0]["ana"] == said[0]["cy"] != said[0]["bo"]
 
 
 def test_reading_foreign_kv_is_noticed_by_name():
-    desk = Desk(TooEager, num_blocks=4)
+    desk = TextEngine(TooEager, num_blocks=4)
     for name, text in (("x", "aaaabbbb."), ("y", "ccccddddeeeeff"), ("x again", "aaaabbbb.")):
-        desk.ask(name, text)
+        desk.submit(name, text)
         desk.run()
-    assert desk.foreign == ["x again's letter 0 reads 'ccccddddeeeef', should read 'a'"]
+    assert desk.foreign_reads == ["x again's letter 0 reads 'ccccddddeeeef', should read 'a'"]
 
 
 def test_requests_without_an_end_are_an_error(monkeypatch):
     monkeypatch.setattr("labcore.course.learner.text_engine.MAX_STEPS", 100)
-    desk = Desk(num_blocks=1000)
-    desk.ask("long", "a", output=110)
+    desk = TextEngine(num_blocks=1000)
+    desk.submit("long", "a", output=110)
     with pytest.raises(RuntimeError, match="1 requests are unfinished"):
         desk.run()
 

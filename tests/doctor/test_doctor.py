@@ -111,7 +111,7 @@ SITUATIONS = {
     ),
     "a GPU that is hidden": (replace(LAB, torch_sees_gpu=False, hidden_by=""), "GPU", "warn", "unset"),
     "a GPU that torch can't reach": (replace(LAB, torch_sees_gpu=False), "GPU", "fail", "nvidia-smi"),
-    "a GPU and no torch": (replace(LAB, torch_sees_gpu=False, versions={}), "GPU", "warn", "torch is mended"),
+    "a GPU and no torch": (replace(LAB, torch_sees_gpu=False, versions={}), "GPU", "warn", "torch is fixed"),
     "2 GiB of memory": (replace(LAPTOP, memory_gib=2.0, memory_free_gib=1.5), "memory", "fail", "4 GiB"),
     "little memory left": (replace(LAPTOP, memory_free_gib=1.5), "memory", "warn", "close"),
     "memory unknown": (replace(LAPTOP, memory_gib=None, memory_free_gib=None), "memory", "warn", "2 GiB"),

@@ -21,6 +21,7 @@ from remembering import VOCAB, Letters, expected_beams, expected_completion, rem
 from labcore import BeamSearchParams, SamplingParams
 from labcore.engine.exclusive import EngineBusy
 from labcore.kvcache.blocks import OutOfBlocks
+from labcore.recorder import NullRecorder
 
 PROMPTS = [[0, 1, 2, 3, 4], [1, 1, 1], [2, 0, 2, 0, 2, 0, 2], [3], [4, 0, 0, 1, 2, 2], [0, 3, 3, 1]]
 

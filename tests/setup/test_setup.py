@@ -24,7 +24,7 @@ from labcore.files.folder_lock import folder_lock
 from labcore.setup import __main__ as commands
 from labcore.setup import clean as cleaning
 from labcore.setup import environment as env
-from labcore.setup.explanations import SetupError, explain_import, explain_os, explain_pip, explain_venv
+from labcore.setup.explain import SetupError, explain_import, explain_os, explain_pip, explain_venv
 from labcore.setup.ownership import MARKER, MARKS, STAMP, UNFINISHED, empty, mark, why_not_ours
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ FULL = "ERROR: Could not install packages due to an OSError: [Errno 28] No space
         (1, FULL + REFUSED, "no space left while installing"),
         (-9, "", "the installation was killed; too little memory is the usual reason"),
         (1, "ERROR: Permission denied: 'bin'\n", "no permission to write the environment"),
-        (1, "WARNING: a\nERROR: something new\nWARNING: b\n", "failed (something new) — the whole story is in pip.log"),
+        (1, "WARNING: a\nERROR: something new\nWARNING: b\n", "failed (something new) — see pip.log"),
         (1, "", "it did not say why"),
     ],
     ids=["no network", "untrusted", "no wheel", "cut off", "damaged", "full disk", "full disk and retries", "killed"]

@@ -1,8 +1,7 @@
 """Notebook files: read, written in one canonical form, and executed in place in a fresh kernel.
 
-Everything that differs from run to run without meaning anything is taken out: timings in the metadata, widget state,
-the way in which printed text was cut into messages. What is left reads the same after each execution, so that a diff
-shows what changed and nbval compares what was said.
+What varies between runs is removed: timings in the metadata, widget state, the division of printed text into messages.
+The rest is the same after each execution, so that diffs show changes and nbval can compare outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RUN_LIMIT_SECONDS = 600  # for one cell: far above the three minutes that a whol
 
 
 class MalformedNotebook(ValueError):
-    """A notebook can't be used as it is; the message says which, where, and how to mend it, in one line."""
+    """An invalid notebook. The message names file, place and remedy, in one line."""
 
 
 class CellFailed(RuntimeError):

@@ -1,9 +1,9 @@
-"""Promotion: the notebook's code and the package's are one and the same, and a test holds them to it.
+"""Promotion: the notebooks' code and the package's code are identical, and a test checks it.
 
-A code cell whose first line is `# labcore: kvcache.blocks.BlockPool.allocate` defines that symbol for both. Here the marked
-cells of all notebooks are collected, put together (a class may be opened again cell by cell), and compared with the
-package as syntax trees: comments, docstrings and the order of methods may differ, nothing else may.
-How authors write the cells is told in `labcore.course`.
+A code cell whose first line is `# labcore: kvcache.blocks.BlockPool.allocate` defines that symbol. The marked cells of all
+notebooks are collected, merged (a class may be reopened cell by cell), and compared with the package as syntax trees:
+only comments, docstrings and the order of methods may differ.
+`labcore.course` explains how to write the cells.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from labcore.course.author.notebooks import calls, code_cells, parse_cell, read_notebook
-from labcore.course.curriculum import HOUSE, Room, notebook_files
+from labcore.course.curriculum import LESSONS, Lesson, notebook_files
 
 PACKAGE = Path(__file__).parents[2]
 MARKER = re.compile(r"#\s*labcore:\s*(\S.*)")
+BUILT_IN = re.compile(r"[Bb]uilt\s+in\s+notebooks?\s+\d\d(?:(?:,|\s+and|,\s+and)\s+\d\d)*")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
-# Public symbols of the parts that no notebook builds, each with the reason; a whole module goes by its name.
+# Public symbols, or whole modules, that no notebook builds, each with the reason.
 KEPT_OUT: dict[str, str] = {
     "attention.backend": "the seam that kernels plug into, and the geometry of a step; notebook 03 uses both as they are",
     "attention.offline_compile.compile_gate": "a tool: the compile gate",
@@ -53,7 +54,7 @@ class Promoted:
 
 @dataclass
 class Report:
-    """What `promote --check` has to say: who owns what, what is to come, and what is wrong."""
+    """The result of `check-promotion`: owners, parts to come, and problems."""
 
     owned: dict[str, list[str]]  # notebook → the symbols it owns
     to_come: dict[str, tuple[str, ...]]  # notebook that isn't written yet → its parts
@@ -68,28 +69,28 @@ class Report:
         return "\n".join(rows)
 
 
-def compare(folder: Path, package: Path = PACKAGE, house: tuple[Room, ...] = HOUSE) -> Report:
-    """Compare every marked cell of the notebooks in `folder` with the modules in `package`, and look for gaps."""
+def compare(folder: Path, package: Path = PACKAGE, lessons: tuple[Lesson, ...] = LESSONS) -> Report:
+    """Compare the marked cells of the notebooks in `folder` with `package`, and find symbols without an owner."""
     promoted, problems = collect(folder)
     written = {path.stem for path in notebook_files(folder)}
     problems += [problem for symbol in promoted.values() for problem in differences(symbol, package)]
     problems += [
         p
-        for room in house
-        if room.notebook in written
-        for part in room.parts
-        for p in _gaps(part, room.number, promoted, package)
+        for lesson in lessons
+        if lesson.notebook in written
+        for part in lesson.parts
+        for p in _gaps(part, lesson.number, promoted, package)
     ]
     problems += [
         f"{name} is kept out, but notebook {promoted[name].notebook} owns it." for name in KEPT_OUT if name in promoted
     ]
     owned = {stem: sorted(s.name for s in promoted.values() if s.notebook == stem[:2]) for stem in sorted(written)}
-    to_come = {room.notebook: room.parts for room in house if room.notebook not in written}
+    to_come = {lesson.notebook: lesson.parts for lesson in lessons if lesson.notebook not in written}
     return Report(owned, to_come, problems)
 
 
 def collect(folder: Path) -> tuple[dict[str, Promoted], list[str]]:
-    """The promoted symbols of all notebooks in `folder` by name, and what is wrong with the cells themselves."""
+    """The promoted symbols of all notebooks in `folder` by name, and the problems of the cells themselves."""
     symbols: dict[str, Promoted] = {}
     problems: list[str] = []
     for path in notebook_files(folder):
@@ -114,20 +115,20 @@ def marked_names(source: str) -> list[str]:
 
 
 def differences(symbol: Promoted, package: Path) -> list[str]:
-    """Where a promoted symbol and the package part, each as a few readable lines; empty if they agree."""
+    """Differences between a promoted symbol and the package's, each as a few lines; empty if they agree."""
     module, _, name = symbol.name.rpartition(".")
     path = module.replace(".", "/") + ".py"
     file = package / path
     where = f"{symbol.name}   notebook {symbol.notebook}, cell {symbol.cell}, and labcore/{path}"
     if not file.is_file():
         return [f"{where}: there is no such module."]
-    node = definitions(ast.parse(file.read_text(encoding="utf-8"))).get(name)
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    node = definitions(tree).get(name)
     if node is None:
         return [f"{where}: the module doesn't define it."]
     problems = []
-    docstring = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
-    if not isinstance(node, (ast.Assign, ast.AnnAssign)) and f"notebook {symbol.notebook}" not in (docstring or ""):
-        problems.append(f'{where}: the package\'s docstring must say "Built in notebook {symbol.notebook}."')
+    if symbol.notebook not in builders(ast.get_docstring(tree) or ""):
+        problems.append(f'{where}: the module\'s docstring must say "Built in notebook {symbol.notebook}."')
     if not (isinstance(node, ast.ClassDef) and isinstance(symbol.node, ast.ClassDef)):
         return problems + _drift(where, symbol.node, node)
     problems += _drift(where, _header(symbol.node), _header(node))
@@ -139,14 +140,19 @@ def differences(symbol: Promoted, package: Path) -> list[str]:
     return problems
 
 
+def builders(docstring: str) -> set[str]:
+    """The notebooks that a module's docstring names: {"04", "06"} of "Built in notebooks 04 and 06."."""
+    return {number for match in BUILT_IN.finditer(docstring) for number in re.findall(r"\d\d", match[0])}
+
+
 def definitions(tree: ast.Module) -> dict[str, Definition]:
     """What a module (or a cell) defines at its top level, also inside `if` and `try`, by name.
 
-    The line `BlockPool = finished("02.allocate", BlockPool)` of an exercise defines nothing.
+    The line `BlockPool = or_reference("02.allocate", BlockPool)` of an exercise defines nothing.
     """
     found: dict[str, Definition] = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(call is node.value for call in calls(node, "finished")):
+        if isinstance(node, ast.Assign) and any(call is node.value for call in calls(node, "or_reference")):
             continue
         if isinstance(node, (ast.If, ast.Try)):
             branches = [node.body, node.orelse, *(handler.body for handler in getattr(node, "handlers", ()))]
@@ -181,7 +187,7 @@ def public_symbols(part: str, package: Path = PACKAGE) -> dict[str, Definition]:
 
 
 def _add_cell(symbols: dict[str, Promoted], notebook: str, number: int, names: list[str], source: str) -> list[str]:
-    """Enter the definitions of one marked cell into `symbols`; return what is wrong with the cell."""
+    """Add the definitions of one marked cell to `symbols`; returns the cell's problems."""
     tree = parse_cell(source)
     if tree is None:
         return ["is marked for promotion, but isn't plain Python."]
@@ -237,7 +243,7 @@ def _add_members(
 
 
 def _gaps(part: str, notebook: str, promoted: dict[str, Promoted], package: Path) -> list[str]:
-    """What a part whose notebook is written still lacks: a module, an owner for the part, for a public symbol."""
+    """What is missing from a part whose notebook is written: its module, its owner, or owners of public symbols."""
     symbols = public_symbols(part, package)
     if not symbols:
         return [f"{part}: notebook {notebook} is written, but labcore/{part.replace('.', '/')} has nothing in it."]
@@ -268,7 +274,7 @@ def _reopens(node: ast.AST) -> bool:
 
 
 def _is_trial(node: ast.AST) -> bool:
-    """True for `pool = BlockPool(4, 4)` below a definition: a line that tries it, in small letters."""
+    """True for `pool = BlockPool(4, 4)` below a definition: a lower-case name, assigned to try the code."""
     return isinstance(node, (ast.Assign, ast.AnnAssign)) and not any(name.isupper() for name in _bound_names(node))
 
 

@@ -1,8 +1,8 @@
-"""The rules that every notebook of the course keeps, each a function that returns what breaks it.
+"""The rules for notebooks, each a function that returns its violations.
 
     rules_broken(path)  →  ["cell 14: 34 lines, a cell has at most 30", …]
 
-A test holds every notebook to them; `labcore course rules 02` tells an author while writing.
+A test checks every notebook; `labcore course rules 02` lists a notebook's violations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from labcore.course.author.notebooks import KERNELSPEC, calls, clean, code_cells, notebook_text, parse_cell, read_notebook
 from labcore.course.author.promotion import collect, definitions
-from labcore.course.curriculum import Room, notebook_files, room
+from labcore.course.curriculum import Lesson, lesson, notebook_files
 from labcore.course.learner.claims import load_claims
 from labcore.course.learner.exercise import Exercise, notebook_exercises
 
@@ -30,7 +30,7 @@ MAX_BYTES = 1_000_000
 MIN_EXERCISES = 3
 IGNORED = "nbval-ignore-output"
 
-# Headings (or bold openings) in their order: a notebook may have others between them.
+# Headings (or bold openings) in order; others may stand between them.
 SECTIONS = (
     "set-up",
     "feel the pain",
@@ -46,7 +46,7 @@ SECTIONS = (
     "how vllm",
     "recap",
 )
-FIRST_SECTIONS = ("set-up", "recap")  # what notebook 00, which builds no part, has of them
+FIRST_SECTIONS = ("set-up", "recap")  # those of notebook 00, which builds no part
 OPENING_WORDS = ("minutes", "cpu", "gpu", "prerequisites")  # of the first cell, which is also the title
 
 NOT_FOR_FILES = {
@@ -70,12 +70,12 @@ class Written:
         return self.path.stem[:2]
 
     @property
-    def room(self) -> Room | None:
-        return room(self.number)
+    def lesson(self) -> Lesson | None:
+        return lesson(self.number)
 
     @property
     def builds_a_part(self) -> bool:
-        return self.room is not None and bool(self.room.parts)
+        return self.lesson is not None and bool(self.lesson.parts)
 
     def code(self) -> Iterator[tuple[int, NotebookNode]]:
         return code_cells(self.notebook)
@@ -91,15 +91,15 @@ class Written:
 
 
 def rules_broken(path: Path) -> list[str]:
-    """Everything in one notebook that breaks a rule; empty if all is well."""
+    """All violations of one notebook; empty if there are none."""
     written = Written(path, read_notebook(path))
     return [problem for rule in RULES for problem in rule(written)]
 
 
-def has_its_room(n: Written) -> list[str]:
-    if n.room is None:
-        return [f"{n.path.name}: the house has no room {n.number} — see labcore.course.curriculum."]
-    return [] if n.room.notebook == n.path.stem else [f"{n.path.name}: the house calls it {n.room.notebook}.ipynb."]
+def has_its_lesson(n: Written) -> list[str]:
+    if n.lesson is None:
+        return [f"{n.path.name}: the course has no lesson {n.number} — see labcore.course.curriculum."]
+    return [] if n.lesson.notebook == n.path.stem else [f"{n.path.name}: the course calls it {n.lesson.notebook}.ipynb."]
 
 
 def is_in_canonical_form(n: Written) -> list[str]:
@@ -193,8 +193,8 @@ def opening_tells_what_to_expect(n: Written) -> list[str]:
     if first.cell_type != "markdown" or not first.source.startswith("# "):
         return ["the first cell must be text that opens with the title, `# …`"]
     words = [word for word in OPENING_WORDS if word not in first.source.lower()]
-    words += [part for part in (n.room.parts if n.room else ()) if f"labcore/{part.replace('.', '/')}" not in first.source]
-    return [f"the first cell doesn't speak of {', '.join(words)}"] if words else []
+    words += [part for part in (n.lesson.parts if n.lesson else ()) if f"labcore/{part.replace('.', '/')}" not in first.source]
+    return [f"the first cell doesn't mention {', '.join(words)}"] if words else []
 
 
 def sections_are_in_order(n: Written) -> list[str]:
@@ -238,7 +238,7 @@ def exercises_are_complete(n: Written) -> list[str]:
         if call.args and isinstance(call.args[0], ast.Constant)
     ]
     broken = [
-        f"{e}: is checked, but isn't in labcore/course/specs/nb{n.number}.py"
+        f"{e}: is checked, but isn't in labcore/course/exercises/nb{n.number}.py"
         for e in checked
         if e not in {exercise.id for exercise in exercises}
     ]
@@ -296,12 +296,12 @@ def leaves_private_names_alone(n: Written) -> list[str]:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and _is_private(node.attr) and _root_name(node) in imported
         ]
-        broken += [f"cell {number}: uses `{name}`, which is private to whoever made it" for name in private]
+        broken += [f"cell {number}: uses `{name}`, which is private" for name in private]
     return broken
 
 
 def claims_are_shown(n: Written) -> list[str]:
-    """The claims that the ledger gives to this notebook are shown by `ledger(...)`, and no others are asked for."""
+    """The claims that `data/claims.json` assigns to this notebook are shown by `ledger(...)`."""
     owned = {claim.id for claim in load_claims() if claim.notebook == n.number}
     shown = {
         arg.value
@@ -314,7 +314,7 @@ def claims_are_shown(n: Written) -> list[str]:
 
 
 RULES: tuple[Callable[[Written], list[str]], ...] = (
-    has_its_room,
+    has_its_lesson,
     is_in_canonical_form,
     was_run_top_to_bottom,
     cells_are_short,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 LEAK_LENGTH = 15  # a line of a solution longer than this must not stand anywhere in the student edition
-TALKING = ("check", "finished", "progress", "hint", "prove")  # calls whose output tells how far the learner is
+TALKING = ("check", "or_reference", "progress", "hint", "swap_test")  # calls whose output depends on the learner's progress
 SOLUTION_DETAILS = re.compile(r"<details>\s*<summary>\s*Solution.*?</details>", re.DOTALL | re.IGNORECASE)
 MARKDOWN_STUB = "*Your turn.*"
 
@@ -48,7 +48,7 @@ class Cut:
 
 @dataclass
 class Edition:
-    """A notebook's student edition, and all that was taken from the master to make it, by cell id."""
+    """A notebook's student edition, and everything removed from the master, by cell id."""
 
     notebook: NotebookNode
     cuts: dict[str, list[Cut]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Edition:
 
 
 def student_edition(master: NotebookNode, name: str) -> Edition:
-    """Take the solutions out of a master notebook. Raises MalformedNotebook with one line for each thing wrong."""
+    """Remove the solutions from a master notebook. Raises MalformedNotebook with one line for each problem."""
     edition = Edition(copy.deepcopy(master))
     problems: list[str] = []
     waiting: list[tuple[int, NotebookNode, list[tuple[int, int]]]] = []  # cells whose exercise isn't known yet
@@ -101,7 +101,7 @@ def student_edition(master: NotebookNode, name: str) -> Edition:
 
 
 def put_back(edition: Edition) -> NotebookNode:
-    """The master again: everything that was taken put back into the student edition."""
+    """Restore the master: put everything removed back into the student edition."""
     notebook = copy.deepcopy(edition.notebook)
     for cell in notebook.cells:
         _undo(cell, edition.cuts.get(cell.id, []))
@@ -110,7 +110,7 @@ def put_back(edition: Edition) -> NotebookNode:
 
 
 def nbgrader_source(edition: Edition) -> NotebookNode:
-    """What goes into the `source/` folder of an nbgrader course: the solutions between their markers, and its metadata.
+    """The notebook for the `source/` folder of an nbgrader course: solutions between markers, nbgrader's metadata.
 
     Solutions that nbgrader wouldn't find, folded into text or in a tagged cell, stay out.
     """
@@ -213,7 +213,7 @@ def _cut_markdown(edition: Edition, cell: NotebookNode, regions: list[tuple[int,
 
 
 def _stub(source: str, region: tuple[int, int], exercise_id: str) -> Cut:
-    """What stands in the place of a solution: a raise in a function, `name = ...` for what it defines elsewhere."""
+    """The stub for a solution: a raise in a function, elsewhere `name = ...` for each name that it defines."""
     start, stop = region
     lines = source.split("\n")
     inside = [(node, scope) for node, scope in _statements(_parse(source)) if start <= node.lineno - 1 <= stop]
@@ -254,7 +254,7 @@ def _binds(node: ast.stmt) -> list[str]:
 
 
 def _apply(cell: NotebookNode, cuts: list[Cut]) -> list[Cut]:
-    """Carry out the cuts of one cell, and return them with the places that they have in the new text."""
+    """Apply the cuts of one cell; returns them with their positions in the new text."""
     lines, placed = cell.source.split("\n"), []
     shift = 0
     for cut in cuts:
@@ -274,7 +274,7 @@ def _undo(cell: NotebookNode, cuts: list[Cut]) -> None:
 
 
 def _silence(edition: Edition) -> None:
-    """Take out what would tell: outputs of exercises, foreign metadata, whatever shows a line of a solution."""
+    """Remove what reveals a solution: outputs of exercises, foreign metadata, any text with a solution's line."""
     lines = edition.solution_lines()
     for cell in edition.notebook.cells:
         tags = cell.metadata.get("tags", [])

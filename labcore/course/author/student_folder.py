@@ -1,4 +1,4 @@
-"""The student edition of the whole course, written to a folder: all of it or nothing, and never over anybody's work."""
+"""Write the student edition of the whole course to a folder: all or nothing, without overwriting edited files."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def build(folder: Path, out: Path, force: bool = False, for_nbgrader: bool = Fal
 
 
 def _write_all(out: Path, texts: dict[str, str], force: bool) -> list[Path]:
-    """Write the files, each atomically; refuse before the first one if that would destroy anybody's work.
+    """Write the files, each atomically. Raises EditedWork before the first if an edited file would be overwritten.
 
-    The manifest keeps the hash of each file as we wrote it. It is written before and after: a build that dies half-way
-    leaves files that the next one recognises as ours.
+    The manifest holds the hash of each file as written. It is saved before and after, so that the next build recognises
+    the files of an interrupted one.
     """
     out.mkdir(parents=True, exist_ok=True)
     known = _read_manifest(out / MANIFEST)
@@ -78,7 +78,7 @@ def _hash(path: Path) -> str:
 
 
 def _read_manifest(path: Path) -> dict[str, list[str]]:
-    """File name → hashes that we wrote; empty if there is no manifest, or a broken one: then nothing is ours."""
+    """File name → hashes of the versions written; empty without a readable manifest."""
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         return {name: list(hashes) for name, hashes in files.items()}

@@ -1,4 +1,4 @@
-"""The defect of notebook 01's bug hunt."""
+"""The planted defect of a bug hunt. Built in notebook 01."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from labcore.baseline.naive import ContiguousCache, OutOfSlots, Region
 
 
 class CarelessCache(ContiguousCache):
-    """A contiguous cache with a defect that real engines have had. Built in notebook 01, as a bug hunt."""
+    """A contiguous cache with a defect that real engines have had."""
 
     def extend(
         self, layer: int, region: Region, num_stored: int, k: torch.Tensor, v: torch.Tensor

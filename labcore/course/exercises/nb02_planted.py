@@ -1,4 +1,4 @@
-"""The defect of notebook 02's bug hunt."""
+"""The planted defect of a bug hunt. Built in notebook 02."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from labcore.kvcache.blocks import BlockPool
 
 
 class Beams:
-    """A beam search whose blocks hold one token each, with a defect that a real engine has had. Built in notebook 02.
+    """A beam search whose blocks hold one token each, with a defect that a real engine has had.
 
     rows[k]: the blocks of beam k, one a token. Beams that come from the same beam share its blocks; each row is one
     owner of every block that it lists.

@@ -1,4 +1,4 @@
-"""The defect of notebook 03's bug hunt, and the same kernel without it. Needs Triton."""
+"""The planted defect of a bug hunt, and the same kernel without it. Needs Triton. Built in notebook 03."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from labcore.attention.kernels.triton_mode import tl, triton
 def colleagues_decode(
     out, q, k_cache, v_cache, table, n, block_stride, BLOCK_SIZE: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr
 ):
-    """One query and one KV head, with a defect that real kernels have had. Built in notebook 03, as a bug hunt."""
+    """One query and one KV head, with a defect that real kernels have had."""
     dims = tl.arange(0, DIMS)
     query, best, weight_sum, acc = tl.load(q + dims), float("-inf"), 0.0, tl.zeros([DIMS], tl.float32)
     for start in range(0, n, TILE):

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04, the scheduler: a queue, letting people in, aging, whom to push out, and a bug hunt."""
+"""Exercises of notebook 04, the scheduler: waiting queue, admission, aging, choice of victims, and a bug hunt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 4  # block size of every pool in these checks
 
 
 class MendedScheduler(CopyingScheduler):
-    """`CopyingScheduler` as notebook 04 mends it: whoever has been pushed out is passed over."""
+    """`CopyingScheduler` as notebook 04 mends it: a request that was preempted in this step is skipped."""
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         def is_running(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""The defect of notebook 04's bug hunt."""
+"""The planted defect of a bug hunt. Built in notebook 04."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from labcore.scheduler.scheduler import Scheduler
 
 
 class CopyingScheduler(Scheduler):
-    """A scheduler with a defect that real engines have had. Built in notebook 04, as a bug hunt."""
+    """A scheduler with a defect that real engines have had."""
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         for request in list(self.running):

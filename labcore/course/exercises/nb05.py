@@ -9,7 +9,7 @@ from typing import Any
 
 from labcore.course.exercises.nb05_planted import LazyPrefixCache
 from labcore.course.learner.exercise import BugHunt, Exercise, expect, expect_attributes, expect_equal, show
-from labcore.course.learner.text_engine import Desk
+from labcore.course.learner.text_engine import TextEngine
 from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.kvcache.prefix import block_key
 from labcore.request import Request
@@ -173,13 +173,12 @@ def check_many_texts(HashedPrefixCache: Any) -> None:
     def three_bits(parent: bytes, content: bytes) -> bytes:
         return bytes([block_key(parent, content)[0] & 7])
 
-    desk = Desk(HashedPrefixCache(4, three_bits), num_blocks=9)
+    desk = TextEngine(HashedPrefixCache(4, three_bits), num_blocks=9)
     for name, text in random_log(60):
-        desk.ask(name, text, output=3)
+        desk.submit(name, text, output=3)
         desk.run()
-        expect(
-            not desk.foreign, f"60 texts ran one after the other, with a hash of 3 bits; {first(desk.foreign)}", hint=3
-        )
+        said = f"60 texts ran one after the other, with a hash of 3 bits; {first(desk.foreign_reads)}"
+        expect(not desk.foreign_reads, said, hint=3)
 
 
 def check_eviction(blocks_found: Any) -> None:
@@ -236,7 +235,7 @@ def check_branch(branch: Any) -> None:
 def grow(
     branch: Any, length: int, rounds: Sequence[Sequence[int]], said: str, width: int = 3, num_blocks: int = 16
 ) -> None:
-    """Carry out a search over a memory of letters, and look after every round at who reads what and owns what."""
+    """Run a search over a memory of letters; after each round check what each beam reads and which blocks it owns."""
     pool = BlockPool(num_blocks, 4)
     root = BlockTable(pool)
     memory = dict(zip(root.append(length), "abcdefgh"[:length], strict=True))
@@ -263,17 +262,17 @@ def grow(
 
 
 def copies_needed(pool: BlockPool, beams: Sequence[Any], parents: Sequence[int]) -> int:
-    """All who will write into one partly filled block need a copy of it, but for the last."""
+    """Every beam but the last that writes into a shared, partly filled block needs a copy."""
     tails = Counter(beams[parent].blocks[-1] for parent in parents if beams[parent].num_tokens % pool.block_size)
     return sum(writers - 1 for writers in tails.values())
 
 
 def check_recycled(LazyPrefixCache: Any) -> None:
     expect_attributes(LazyPrefixCache, "match", "publish", "forget")
-    desk = Desk(LazyPrefixCache, num_blocks=8)
-    desk.ask("ana", SENTENCES[0])
+    desk = TextEngine(LazyPrefixCache, num_blocks=8)
+    desk.submit("ana", SENTENCES[0])
     desk.run()
-    again = desk.ask("again", SENTENCES[0])
+    again = desk.submit("again", SENTENCES[0])
     desk.run()
     said = "“the sea is calm” was asked twice, and nothing in between"
     expect_equal(again.num_cached_tokens, 12, f"{said}: letters found in the cache", hint=1)
@@ -291,17 +290,17 @@ def check_recycled(LazyPrefixCache: Any) -> None:
 def serve(log: Sequence[tuple[str, str]], cache: Any, num_blocks: int, hint: int) -> None:
     """Serve texts one after the other, then pairs of them at once, and mind what each reads."""
     for at_once in (1, 2):
-        desk = Desk(cache, num_blocks=num_blocks)
+        desk = TextEngine(cache, num_blocks=num_blocks)
         for number, (name, text) in enumerate(log):
-            desk.ask(name, text)
+            desk.submit(name, text)
             if number % at_once == 0:
                 desk.run()
             said = (
-                f"{len(log)} texts, {at_once} at a time, in a pool of {num_blocks} blocks of 4; {first(desk.foreign)}"
+                f"{len(log)} texts, {at_once} at a time, in a pool of {num_blocks} blocks of 4; {first(desk.foreign_reads)}"
             )
-            expect(not desk.foreign, said, hint=hint)
+            expect(not desk.foreign_reads, said, hint=hint)
         desk.run()
-        expect(not desk.foreign, f"{len(log)} texts, {at_once} at a time; {first(desk.foreign)}", hint=hint)
+        expect(not desk.foreign_reads, f"{len(log)} texts, {at_once} at a time; {first(desk.foreign_reads)}", hint=hint)
 
 
 def first(found: Sequence[str]) -> str:

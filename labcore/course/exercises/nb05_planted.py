@@ -1,4 +1,4 @@
-"""The defect of notebook 05's bug hunt."""
+"""The planted defect of a bug hunt. Built in notebook 05."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labcore.request import Request
 
 
 class LazyPrefixCache(PrefixCache):
-    """A prefix cache with as little to do as possible, and a defect that real engines have had. Built in notebook 05.
+    """A prefix cache with as little to do as possible, and a defect that real engines have had.
 
     where   key → the block that was published under it
     holds   block → the key of what is in it

@@ -8,7 +8,7 @@ from typing import Any
 
 from labcore.course.exercises.nb06_planted import EagerStream, Event
 from labcore.course.learner.exercise import BugHunt, Exercise, expect, expect_attributes, expect_equal, show
-from labcore.course.learner.text_engine import Desk, spelled
+from labcore.course.learner.text_engine import TextEngine, spelled
 from labcore.kvcache.prefix import NoPrefixCache
 from labcore.request import Request
 from labcore.sampling_params import SamplingParams
@@ -130,15 +130,15 @@ def expect_takes(policy: Any, request: Request, left: int, expected: int, said: 
 
 def serve(texts: Sequence[str], policy: Any, budget: int) -> tuple[dict[str, str] | None, int, list[str]]:
     """What each text was followed by (None if somebody was left over), the largest step, and what was read wrongly."""
-    desk = Desk(NoPrefixCache, num_blocks=120, budget=budget, chunking=policy)
+    desk = TextEngine(NoPrefixCache, num_blocks=120, budget=budget, chunking=policy)
     for number, text in enumerate(texts):
-        desk.ask(f"r{number}", text, output=3)
+        desk.submit(f"r{number}", text, output=3)
     largest = 0
     for _ in range(2000):
         if not desk.scheduler.has_unfinished_requests():
-            return desk.run(), largest, desk.foreign
+            return desk.run(), largest, desk.foreign_reads
         largest = max(largest, desk.step().num_tokens)
-    return None, largest, desk.foreign
+    return None, largest, desk.foreign_reads
 
 
 def asking(tokens: int, computed: int = 0, said: int = 0, name: str = "r") -> Request:
@@ -217,33 +217,33 @@ def check_observe(AdaptiveBudget: Any) -> None:
 
 def check_stream(EagerStream: Any) -> None:
     expect_attributes(EagerStream, "after_step")
-    watch(EagerStream, Desk(NoPrefixCache, num_blocks=40), [(0, "bo", "the sea", 4)], "bo's prompt is computed whole", 1)
-    watch(EagerStream, Desk(NoPrefixCache, num_blocks=40, budget=32), [(0, "di", "d" * 100, 5)],
+    watch(EagerStream, TextEngine(NoPrefixCache, num_blocks=40), [(0, "bo", "the sea", 4)], "bo's prompt is computed whole", 1)
+    watch(EagerStream, TextEngine(NoPrefixCache, num_blocks=40, budget=32), [(0, "di", "d" * 100, 5)],
           "a prompt of 100 letters, budget 32", 1)  # fmt: skip
-    watch(EagerStream, Desk(NoPrefixCache, num_blocks=40, budget=32), [(0, "di", "d" * 97, 3)],
+    watch(EagerStream, TextEngine(NoPrefixCache, num_blocks=40, budget=32), [(0, "di", "d" * 97, 3)],
           "a prompt of 97 letters, budget 32, so that its last piece is a single letter", 2)  # fmt: skip
-    watch(EagerStream, Desk(NoPrefixCache, num_blocks=60, budget=8), [(0, "ana", "the cat", 9), (2, "di", "d" * 40, 3)],
+    watch(EagerStream, TextEngine(NoPrefixCache, num_blocks=60, budget=8), [(0, "ana", "the cat", 9), (2, "di", "d" * 40, 3)],
           "ana is talking when a prompt of 40 letters comes, budget 8", 2)  # fmt: skip
-    watch(EagerStream, Desk(NoPrefixCache, num_blocks=7, budget=5),
+    watch(EagerStream, TextEngine(NoPrefixCache, num_blocks=7, budget=5),
           [(0, "ana", "the sea is", 9), (0, "bo", "the cat", 9)],
           "two in a pool that is too small, budget 5: one is pushed out, and comes back in pieces", 3)  # fmt: skip
     dice = random.Random(4)
     for run in range(24):
         arrivals = [(dice.randrange(12), f"r{i}", "x" * dice.randrange(1, 20), dice.randrange(1, 8)) for i in range(6)]
-        desk = Desk(NoPrefixCache, num_blocks=dice.choice((8, 10, 40)), budget=dice.choice((3, 5, 9, 64)))
+        desk = TextEngine(NoPrefixCache, num_blocks=dice.choice((8, 10, 40)), budget=dice.choice((3, 5, 9, 64)))
         watch(EagerStream, desk, arrivals, f"six requests by dice (run {run})", 3)
 
 
-def watch(stream_of: Any, desk: Desk, arrivals: Sequence[tuple[int, str, str, int]], said: str, hint: int) -> None:
+def watch(stream_of: Any, desk: TextEngine, arrivals: Sequence[tuple[int, str, str, int]], said: str, hint: int) -> None:
     """Serve requests (step, name, text, output) at a desk, and hold every event against what was said in that step."""
     stream, waiting = stream_of(spelled), sorted(arrivals, key=lambda arrival: arrival[0])
     for step in range(2000):
         while waiting and (waiting[0][0] <= step or not desk.scheduler.has_unfinished_requests()):
             _, name, text, output = waiting.pop(0)
-            desk.ask(name, text, output)
+            desk.submit(name, text, output)
         if not desk.scheduler.has_unfinished_requests():
             return
-        everybody = {request.request_id: request for request in desk.asked}
+        everybody = {request.request_id: request for request in desk.submitted}
         before = {name: len(request.output_token_ids) for name, request in everybody.items()}
         plan = desk.step()
         gained = {name: everybody[name].output_token_ids[before[name] :] for name in plan.num_scheduled_tokens}

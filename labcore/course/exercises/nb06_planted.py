@@ -1,4 +1,4 @@
-"""The defect of notebook 06's bug hunt."""
+"""The planted defect of a bug hunt. Built in notebook 06."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Event = tuple[str, int, str]
 
 
 class EagerStream:
-    """What the client reads, step by step, with a defect that real servers have had. Built in notebook 06.
+    """What the client reads, step by step, with a defect that real servers have had.
 
     spell      token ids → text
     num_sent   request → events sent so far; the bill is written from it

@@ -1,4 +1,4 @@
-"""The claims ledger: what is said in public about paged attention, and what we found.
+"""The claims ledger: public claims about paged attention, and what the course found.
 
 One file, `data/claims.json`; a claim may have several entries, one for each figure:
 
@@ -34,7 +34,7 @@ HOW = ("measured", "computed", "quoted")
 
 
 class BrokenLedger(ValueError):
-    """data/claims.json is not as it should be; one line for each thing wrong."""
+    """data/claims.json is invalid; one line for each problem."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""The hot-swap proof: the learner's part and ours in the same engine, step by step, on eight prompts.
+"""The hot-swap test: the learner's part and labcore's in the same engine, compared step by step on eight prompts.
 
-    prove(BlockPool)                            the seam is found by what the class is, or by its name
-    prove(block_pool=BlockPool, model=llm)      or said; with the model that is loaded already
+    swap_test(BlockPool)                            the kind of part follows from the base class, or the name
+    swap_test(block_pool=BlockPool, model=llm)      or is given; with a model that is loaded already
 
-The pool is small, so that blocks run out, requests are preempted and blocks are handed out again. After each step the
-two engines must agree on every token, on the number of free blocks and on the length of every block table; which blocks
-those are is the part's own business.
+The pool is small, so that requests are preempted and blocks are reused. After each step both engines must agree on every
+token, on the number of free blocks and on the length of every block table, but not on the block ids.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labcore.course.learner.locate_error import place_of_error
+from labcore.course.learner.locate_error import locate_error
 from labcore.course.learner.text import shorten, wrapped
-from labcore.course.learner.timeout import run_limited, same_random_state
+from labcore.course.learner.timeout import run_with_timeout, same_random_state
 
 if TYPE_CHECKING:
     from labcore.engine.engine import Engine
@@ -33,7 +32,7 @@ SEAMS = {
     "chunking": "labcore.scheduler.chunking.ChunkPolicy",
     "attention_backend": "labcore.attention.backend.AttentionBackend",
 }
-# Parts that decide who runs when: another decision is no mistake, as long as every request says the same.
+# Parts that affect scheduling: plans may differ, outputs may not.
 FREE_TO_PLAN = ("scheduler", "prefix_cache", "preemption", "chunking")
 
 PROMPTS = (
@@ -49,13 +48,13 @@ PROMPTS = (
 MAX_TOKENS = 16
 ENGINE = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "seed": 0}
 SPECIAL = {"chunking": {"max_num_batched_tokens": 16}}
-"""Settings of both engines that give a kind of part something to do: here, nearly every prompt comes in pieces."""
-LIMIT_SECONDS = 300
+"""Settings of both engines that exercise a kind of part: here nearly every prompt is chunked."""
+TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What must be the same after a step, whoever wrote the part."""
+    """What must be equal after a step."""
 
     num_free: int
     tables: dict[str, tuple[int, int]]  # request → blocks in its table, tokens in them
@@ -63,8 +62,8 @@ class StepFacts:
 
 
 @dataclass
-class Flight:
-    """One engine's run over the prompts: its steps, and how it ended if not well."""
+class Run:
+    """One engine's run over the prompts: its steps, and the error that ended it, if any."""
 
     steps: list[StepFacts] = field(default_factory=list)
     num_preemptions: int = 0
@@ -78,28 +77,28 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """The verdict: do they agree, and one sentence that says on what, or where they part."""
+class EngineDiff:
+    """The result: whether the runs agree, and a sentence that says on what, or where they differ."""
 
     name: str
     same: bool
     what: str
 
     def __str__(self) -> str:
-        return wrapped(f"prove {self.name}", f"{'same' if self.same else 'not the same'} — {self.what}")
+        return wrapped(f"swap_test {self.name}", f"{'same' if self.same else 'not the same'} — {self.what}")
 
 
-def prove(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-135m", **parts: Any) -> None:
-    """Run the model with the learner's part and with ours, and print whether they agree, or the first step where not.
+def swap_test(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-135m", **parts: Any) -> None:
+    """Run the model with the learner's part and with labcore's, and print the first difference, or that there is none.
 
     part:     a class (or an instance, where LLM takes one) that replaces a part of the engine; or by name: scheduler=…
     model:    as LLM takes it, or an LLM, whose model is then shared.
-    Never raises what the part raises: that is a verdict, too.
+    An exception of the part is reported, not raised.
     """
     try:
         seam, part = find_seam(part, parts)
     except ValueError as error:
-        print(f"prove   can't begin: {error}")
+        print(f"swap_test   can't begin: {error}")
         return
     loaded = load_once(model)
     with same_random_state():
@@ -109,7 +108,7 @@ def prove(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-
 def find_seam(part: Any, parts: dict[str, Any]) -> tuple[str, Any]:
     """The argument of LLM that a part belongs to. Raises ValueError if there is none, or not exactly one part."""
     if len(parts) + (part is not None) != 1:
-        raise ValueError("give one part, prove(BlockPool) or prove(block_pool=BlockPool).")
+        raise ValueError("give one part, swap_test(BlockPool) or swap_test(block_pool=BlockPool).")
     if parts:
         ((seam, part),) = parts.items()
         if seam not in SEAMS:
@@ -124,7 +123,7 @@ def find_seam(part: Any, parts: dict[str, Any]) -> tuple[str, Any]:
     for base in kind.__mro__:
         if base.__name__ in names:
             return names[base.__name__], part
-    raise ValueError(f"{kind.__name__} could be any part: say which, prove({next(iter(SEAMS))}={kind.__name__}).")
+    raise ValueError(f"{kind.__name__} could be any part: say which, swap_test({next(iter(SEAMS))}={kind.__name__}).")
 
 
 def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:
@@ -136,59 +135,59 @@ def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:
     return model if isinstance(model, LoadedModel) else load(model, "auto", "auto")
 
 
-def compare(seam: str, part: Any, loaded: LoadedModel, limit: float = LIMIT_SECONDS) -> Proof:
-    """Fly both engines over the prompts and say whether, or from which step on, they differ."""
+def compare(seam: str, part: Any, loaded: LoadedModel, timeout: float = TIMEOUT_SECONDS) -> EngineDiff:
+    """Run the prompts on both engines and find the first step at which they differ."""
     name = f"{seam}={getattr(part, '__name__', type(part).__name__)}"
     special = SPECIAL.get(seam, {})
-    ours = fly(loaded, special, max_steps=10_000)
-    theirs = Flight()
-    outcome = run_limited(lambda: fly(loaded, {**special, seam: part}, 4 * len(ours.steps) + 8, theirs), limit)
+    ours = run(loaded, special, max_steps=10_000)
+    theirs = Run()
+    outcome = run_with_timeout(lambda: run(loaded, {**special, seam: part}, 4 * len(ours.steps) + 8, theirs), timeout)
     if outcome.timed_out:
-        theirs.trouble = f"it was still running after {limit:g} s{', ' if outcome.place else ''}{outcome.place}"
+        theirs.trouble = f"it was still running after {timeout:g} s{', ' if outcome.location else ''}{outcome.location}"
     elif outcome.error is not None:
         theirs.trouble = _said(outcome.error)
-    return judge_flights(name, ours, theirs, may_plan=seam in FREE_TO_PLAN)
+    return judge_runs(name, ours, theirs, may_plan=seam in FREE_TO_PLAN)
 
 
-def fly(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, flight: Flight | None = None) -> Flight:
-    """Serve the prompts greedily, with `parts` and settings in the engine, and write every step into the flight."""
+def run(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, result: Run | None = None) -> Run:
+    """Serve the prompts greedily, with `parts` and settings in the engine, and append every step to the result."""
     from labcore.llm import LLM
     from labcore.sampling_params import SamplingParams
 
-    flight = Flight() if flight is None else flight
+    result = Run() if result is None else result
     engine = LLM(loaded, **{**ENGINE, **parts}).engine
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
         engine.add_request(f"r{number}", _encode(loaded, prompt), params)
-    while engine.has_unfinished_requests() and len(flight.steps) < max_steps:
-        flight.steps.append(_step(engine))
-        flight.num_preemptions = engine.stats()["num_preemptions"]
+    while engine.has_unfinished_requests() and len(result.steps) < max_steps:
+        result.steps.append(_step(engine))
+        result.num_preemptions = engine.stats()["num_preemptions"]
         engine.check_integrity()
-    return flight
+    return result
 
 
-def judge_flights(name: str, ours: Flight, theirs: Flight, may_plan: bool) -> Proof:
-    """Compare two flights. With `may_plan`, only what each request says in the end must be the same."""
+def judge_runs(name: str, ours: Run, theirs: Run, may_plan: bool) -> EngineDiff:
+    """Compare two runs. With `may_plan`, only the final tokens of each request must be equal."""
     parting = first_difference(ours.steps, theirs.steps)
     if parting and not may_plan:
         ours_then, theirs_then = ours.steps[parting - 1], theirs.steps[parting - 1]
         trouble = f" Then {theirs.trouble}." if theirs.trouble and parting == len(theirs.steps) else ""
-        return Proof(name, False, f"they part at step {parting}: {_difference(ours_then, theirs_then)}{trouble}")
+        return EngineDiff(name, False, f"they part at step {parting}: {_difference(ours_then, theirs_then)}{trouble}")
     if theirs.trouble:
-        return Proof(name, False, f"all well for {len(theirs.steps)} steps, then {theirs.trouble}.")
+        return EngineDiff(name, False, f"all well for {len(theirs.steps)} steps, then {theirs.trouble}.")
     for request, tokens in ours.final_tokens().items():
         if theirs.final_tokens().get(request) != tokens:
-            return Proof(name, False, _other_words(request, tokens, theirs.final_tokens().get(request, [])))
+            return EngineDiff(name, False, _other_words(request, tokens, theirs.final_tokens().get(request, [])))
     said = f"{len(ours.final_tokens())} prompts, {sum(map(len, ours.final_tokens().values()))} tokens, all identical"
     if ours.steps == theirs.steps:
-        return Proof(name, True, f"{said}; free blocks and table lengths agree throughout {ours}.")
+        return EngineDiff(name, True, f"{said}; free blocks and table lengths agree throughout {ours}.")
     if may_plan:
-        return Proof(name, True, f"{said}; it plans otherwise, {theirs}, ours {ours}.")
-    return Proof(name, False, f"{said}, but {theirs}, ours {ours}.")
+        return EngineDiff(name, True, f"{said}; it plans otherwise, {theirs}, ours {ours}.")
+    return EngineDiff(name, False, f"{said}, but {theirs}, ours {ours}.")
 
 
 def first_difference(ours: list[StepFacts], theirs: list[StepFacts]) -> int | None:
-    """The first step, from 1, after which two flights differ; None if they agree as long as both go on."""
+    """The first step, from 1, after which two runs differ; None if they agree as long as both go on."""
     steps = enumerate(zip(ours, theirs, strict=False), 1)
     return next((number for number, (a, b) in steps if a != b), None)
 
@@ -208,7 +207,7 @@ def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
 
 
 def _difference(ours: StepFacts, theirs: StepFacts) -> str:
-    """The first thing in which two steps differ, in words. Tables first: they are the cause, tokens the consequence."""
+    """The first difference of two steps, in words. Tables first: wrong tokens follow from wrong tables."""
     free = f"{theirs.num_free} blocks are free, in ours {ours.num_free}."
     if ours.tables.keys() != theirs.tables.keys():
         return f"{_names(theirs.tables)} run on, in ours {_names(ours.tables)}; {free}"
@@ -235,10 +234,10 @@ def _names(requests: dict[str, Any]) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """An error of the part, or a finding of the engine's audit, in words."""
+    """An error of the part, or a violated invariant of the engine, in words."""
     from labcore.engine.invariants import IntegrityError
 
     if isinstance(error, IntegrityError):
-        return f"the engine's audit finds: {shorten(str(error), 160)}"
-    place = place_of_error(error)
-    return f"it raised {type(error).__name__}: {shorten(str(error), 160)}" + (f" {place}" if place else "")
+        return f"the engine's invariants are violated: {shorten(str(error), 160)}"
+    location = locate_error(error)
+    return f"it raised {type(error).__name__}: {shorten(str(error), 160)}" + (f" {location}" if location else "")

@@ -1,8 +1,8 @@
-"""Exercises: what a spec module holds, and the few words its checks are written in.
+"""Exercises: the format of a spec module, and the functions that checks are written with.
 
-One module per notebook, `labcore/course/exercises/nb02.py` for notebook 02, with a tuple `EXERCISES`. A check is a plain
-function of the learner's object. It calls `expect` and its kin, which stop it at the first thing that is not as it
-should be; the sentence given there is what the learner reads:
+One module per notebook, `labcore/course/exercises/nb02.py` for notebook 02, with a tuple `EXERCISES`. A check is a
+function of the learner's object. It calls `expect` and its variants, which end it at the first failure; the learner
+reads the sentence given there:
 
     def check_allocate(BlockPool):
         pool = BlockPool(num_blocks=4, block_size=4)
@@ -41,7 +41,7 @@ EXERCISE_ID = re.compile(r"(\d\d)\.([a-z][a-z0-9_]*)")
 
 
 class Mismatch(Exception):
-    """A check found something that is not as it should be. Raised by `expect`, read by `check`."""
+    """A check failed. Raised by `expect`, reported by `check`."""
 
     def __init__(self, what: str, expected: str = "", hint: int = 1) -> None:
         super().__init__(what)
@@ -62,7 +62,7 @@ class Exercise:
     check:       function of the learner's object; returns when all is well, calls `expect` to object.
     passed:      what a passing object has been seen to do; the check's one line of praise.
     hints:       from a nudge to nearly the answer, two at least. No line of the solution stands in one.
-    reference:   our own object, as a path inside labcore ("kvcache.blocks.BlockPool"); what `finished` goes on with.
+    reference:   our own object, as a path inside labcore ("kvcache.blocks.BlockPool"); what `or_reference` goes on with.
     """
 
     id: str
@@ -109,7 +109,7 @@ class Exercise:
 class BugHunt(Exercise):
     """An exercise that starts from code with a planted defect: the learner finds and mends it.
 
-    planted:  the defective object, as a path inside labcore ("course.specs.nb02.LeakyPool"). The notebook shows its
+    planted:  the defective object, as a path inside labcore ("course.exercises.nb02_planted.LeakyPool"). The notebook shows its
               code in a promoted cell, so that what the learner reads is what the tests prove to be caught.
     seen_in:  where a real engine had this defect ("vllm-project/vllm#1584").
     """

@@ -1,4 +1,4 @@
-"""Where in the learner's code something happened: a line to point at, with no file name and no address."""
+"""Locate an error in the learner's code: a function and a line, without file names or addresses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NOT_THEIRS = tuple(
 )
 
 
-def place_of_error(error: BaseException) -> str:
+def locate_error(error: BaseException) -> str:
     """The learner's innermost line on the way to `error`: "line 7 of free: `ids.pop()`"; "" if there is none."""
     return _innermost(_traceback_lines(error.__traceback__))
 
 
-def place_of_frame(frame: FrameType | None) -> str:
+def locate_frame(frame: FrameType | None) -> str:
     """The learner's innermost line that a running thread is in; "" if there is none."""
     return _innermost(reversed(list(_frame_lines(frame))))
 

@@ -2,8 +2,8 @@
 
     {"format": 1, "exercises": {"02.allocate": "done", "02.free": "not yet"}}
 
-Written atomically after each check, with what other kernels have noted meanwhile. A file that can't be read (torn, or
-from another version) is set aside under a name of its own, and begun afresh: no check fails over it, nothing is lost.
+Written atomically after each check, merged with what other kernels have saved. An unreadable file (torn, or of another
+version) is renamed and a new one is begun: no check fails because of it, and nothing is lost.
 LABCORE_PROGRESS=off keeps progress in memory only (the course's own runs of its notebooks); any other value is a path,
 with `~` for the home folder.
 """
@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from labcore.course.curriculum import next_room, room
+from labcore.course.curriculum import lesson, next_lesson
 from labcore.course.learner.exercise import Exercise, notebook_exercises, notebooks_with_exercises
 from labcore.course.project import write_atomically
 from labcore.files.folder_lock import folder_lock
@@ -27,19 +27,19 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """What the last check of each exercise said, and the file that remembers it (None: nothing does)."""
+    """The last verdict of each exercise, and the file that stores it (None: memory only)."""
 
     path: Path | None
     states: dict[str, str] = field(default_factory=dict)
-    note: str = ""  # one sentence for the learner, when the file was not as it should be
-    unsaved: dict[str, str] = field(default_factory=dict)  # verdicts that no file holds yet; in `states`, too
-    unreadable: bool = False  # the file is there, and `states` knows nothing of what it says
+    note: str = ""  # one sentence for the learner about a file problem
+    unsaved: dict[str, str] = field(default_factory=dict)  # verdicts not saved yet; also in `states`
+    unreadable: bool = False  # the file exists, but its content is not in `states`
 
     def is_done(self, exercise_id: str) -> bool:
         return self.states.get(exercise_id) == "done"
 
     def record(self, exercise_id: str, done: bool) -> None:
-        """Note one verdict and save. A folder that can't be written to only leaves a note."""
+        """Store one verdict and save. An unwritable folder only results in a note."""
         self.states[exercise_id] = self.unsaved[exercise_id] = "done" if done else "not yet"
         if self.path is None:
             return
@@ -49,7 +49,7 @@ class Progress:
             self.note = f"progress can't be saved here ({error.strerror}); it lasts as long as this kernel."
 
     def _save(self, path: Path) -> None:
-        """Add the unsaved verdicts to what the file says now, which another kernel may have changed since we read it."""
+        """Merge the unsaved verdicts into the current file, which another kernel may have changed."""
         with folder_lock(path.parent):
             now = load_progress(path, self.unsaved)
             self.states, self.note = now.states, now.note
@@ -110,8 +110,8 @@ def what_comes_next(progress: Progress, notebook: str | None = None) -> str:
     if open_exercises:
         first = open_exercises[0]
         return f"{first.id}, {first.title} ({first.minutes} min)"
-    following = next_room(numbers[-1]) if numbers else None
-    return f"notebook {following.notebook}" if following else "nothing: the house is built"
+    following = next_lesson(numbers[-1]) if numbers else None
+    return f"notebook {following.notebook}" if following else "nothing: the course is complete"
 
 
 def _one_notebook(progress: Progress, number: str) -> list[str]:
@@ -133,6 +133,6 @@ def _all_notebooks(progress: Progress) -> list[str]:
 def _summary(progress: Progress, number: str) -> str:
     exercises = notebook_exercises(number)
     left: list[Exercise] = [e for e in exercises if not progress.is_done(e.id)]
-    name = room(number).notebook if room(number) else number
+    name = lesson(number).notebook if lesson(number) else number
     minutes = f"about {sum(e.minutes for e in left)} minutes left" if left else "complete"
     return f"{name:26} {len(exercises) - len(left)} of {len(exercises)} exercises done, {minutes}"

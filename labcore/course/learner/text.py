@@ -1,4 +1,4 @@
-"""Words for the learner: values in one line that reads the same in every run, and lines that fit the page."""
+"""Text for verdicts: values in one line, the same in every run, and wrapped lines."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""A desk to try things at: the real scheduler over a memory that remembers, with no model and no tensor.
+"""An engine without a model: the real scheduler, pool and prefix cache over a simulated KV cache of text.
 
-Texts are strings, a letter a token. Each slot keeps the whole text that its KV was computed from, so that a request
-which reads what was computed for another text, or was never computed, is noticed at once and by name:
+A token is a letter. Each slot stores the prefix that its KV was computed from, so that a read of another text's KV, or
+of KV that was never computed, is detected and reported with the request's id:
 
-    desk = Desk(HashedPrefixCache, num_blocks=12)
-    desk.ask("ana", "the sea is calm")
+    desk = TextEngine(HashedPrefixCache, num_blocks=12)
+    desk.submit("ana", "the sea is calm")
     desk.run()                          {"ana": "q"}
-    desk.foreign                        [] or ["cy's letter 3 reads 'the sea ', should read 'the '"]
+    desk.foreign_reads                        [] or ["cy's letter 3 reads 'the sea ', should read 'the '"]
 
-What comes next is a function of what was read, so that foreign KV also says something else, as in a model.
+The next token is a function of the values read, so that foreign KV changes the output, as in a model.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from labcore.scheduler.scheduler import Scheduler
 MAX_STEPS = 2000
 
 
-class Desk:
+class TextEngine:
     """Serves texts step by step.
 
     prefix_cache   class or instance
     num_blocks, block_size, budget   of pool and scheduler
-    chunking       how much of a prompt goes into a step; as much as there is room for, if None
-    foreign        what was read that is not the reader's own text, in words; empty if all is well
+    chunking       ChunkPolicy; None chunks prompts without limits
+    foreign_reads  reads of KV that belongs to another text, in words; empty if there were none
     computed       letters computed so far
-    film           the flight record
+    recorder       the flight record
     """
 
     def __init__(
@@ -63,29 +63,29 @@ class Desk:
             policy=FirstComeFirstServed(),
             watermark=0,
         )
-        self.film = Recorder(num_blocks, block_size, hash_of=cache.hash_of, decode=spelled)
+        self.recorder = Recorder(num_blocks, block_size, hash_of=cache.hash_of, decode=spelled)
         self.memory: dict[int, str] = {}
         self.requests: dict[str, Request] = {}
-        self.asked: list[Request] = []
-        self.foreign: list[str] = []
+        self.submitted: list[Request] = []
+        self.foreign_reads: list[str] = []
         self.computed = 0
 
-    def ask(self, name: str, text: str, output: int = 1) -> Request:
-        """Queue a text; `output` letters are to follow it."""
+    def submit(self, name: str, text: str, output: int = 1) -> Request:
+        """Queue a text of which `output` more letters are to be generated."""
         params = SamplingParams(max_tokens=output)
-        request = Request(name, [ord(letter) for letter in text], params, len(self.asked), output, seed=0)
+        request = Request(name, [ord(letter) for letter in text], params, len(self.submitted), output, seed=0)
         self.requests[name] = request
-        self.asked.append(request)
+        self.submitted.append(request)
         self.scheduler.add(request)
-        self.film.added(request)
+        self.recorder.added(request)
         return request
 
     def step(self) -> SchedulerOutput:
-        """One step: plan, copy, compute, read, say the next letter. Audits the books at its end."""
-        self.film.begin_step()
+        """Run one step: schedule, copy blocks, write and read KV, sample, check invariants."""
+        self.recorder.begin_step()
         plan = self.scheduler.schedule()
         batch = [(self.requests[name], n) for name, n in plan.num_scheduled_tokens.items()]
-        self.film.scheduled(plan, [request for request, _ in batch])
+        self.recorder.scheduled(plan, [request for request, _ in batch])
         self._copy(plan)
         for request, n in batch:
             self._write(request, n)
@@ -94,15 +94,15 @@ class Desk:
             self.scheduler.computed(request, n)
             if request.num_uncomputed_tokens == 0:
                 self._say(request, seen[request.request_id])
-        self.film.end_step(self.pool)
+        self.recorder.end_step(self.pool)
         check_integrity(self.scheduler, self.requests.values())
         return plan
 
     def run(self) -> dict[str, str]:
-        """Step until nobody is left, and return what followed each text. Raises RuntimeError if that has no end."""
+        """Step until all requests are finished; returns the output of each. Raises RuntimeError after MAX_STEPS steps."""
         for _ in range(MAX_STEPS):
             if not self.scheduler.has_unfinished_requests():
-                return {request.request_id: spelled(request.output_token_ids) for request in self.asked}
+                return {request.request_id: spelled(request.output_token_ids) for request in self.submitted}
             self.step()
         raise RuntimeError(f"{len(self.requests)} requests are unfinished after {MAX_STEPS} steps.")
 
@@ -113,19 +113,19 @@ class Desk:
                 self.memory[copy * size + i] = self.memory.get(source * size + i, "")
 
     def _write(self, request: Request, n: int) -> None:
-        """The KV of n more letters, each computed from all of the text up to itself."""
+        """Store the KV of n more letters: for each the text up to it."""
         text, done = self._text(request), request.num_computed_tokens
         slots = request.table.slot_mapping(done, done + n)
         self.memory.update((slot, text[: done + i + 1]) for i, slot in enumerate(slots))
         self.computed += n
 
     def _read(self, request: Request) -> list[str]:
-        """What the request finds in its slots: for each letter, the text that it was computed from."""
+        """Read the request's slots: for each letter the text that its KV was computed from."""
         text, seen = self._text(request), [self.memory.get(slot, "") for slot in request.table.slot_mapping()]
         wrong = next((i for i, found in enumerate(seen) if found != text[: i + 1]), None)
         if wrong is not None:
             found = f"'{seen[wrong]}'" if seen[wrong] else "nothing"
-            self.foreign.append(
+            self.foreign_reads.append(
                 f"{request.request_id}'s letter {wrong} reads {found}, should read '{text[: wrong + 1]}'"
             )
         return seen
@@ -133,10 +133,10 @@ class Desk:
     def _say(self, request: Request, seen: list[str]) -> None:
         letter = ascii_lowercase[crc32("|".join(seen).encode()) % 26]
         request.output_token_ids.append(ord(letter))
-        self.film.sampled(request, ord(letter))
+        self.recorder.sampled(request, ord(letter))
         if len(request.output_token_ids) == request.max_tokens:
             request.finish_reason = "length"
-            self.film.finished(request)
+            self.recorder.finished(request)
             self.scheduler.finish(request)
             del self.requests[request.request_id]
 
@@ -146,5 +146,5 @@ class Desk:
 
 
 def spelled(token_ids: list[int]) -> str:
-    """Token ids of a desk as the letters that they are."""
+    """Token ids as the letters that they stand for."""
     return "".join(map(chr, token_ids))

@@ -1,9 +1,8 @@
-"""Run the learner's code under a time limit, in any kernel, on any platform.
+"""Run the learner's code with a timeout, in any kernel, on any platform.
 
-The code runs in a daemon thread; we wait on this side. When time is up, Python raises `Stopped` inside that thread
-between two of its bytecodes, which ends a `while True: pass`. A thread that sits in a long C call (a sleep, a big
-product) can't be interrupted; it is left behind, and `Stopped` is waiting for it when the call comes back.
-What no thread can do is to end a C call that never lets go of the interpreter (`sum(itertools.count())`).
+The code runs in a daemon thread. At the timeout, `TimedOut` is raised in that thread between two bytecodes, which ends a
+`while True: pass`. A thread in a long C call (a sleep, a large product) can't be interrupted: it is abandoned, and
+`TimedOut` is raised when the call returns. A C call that never releases the GIL (`sum(itertools.count())`) can't be ended.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from labcore.course.learner.locate_error import place_of_frame
+from labcore.course.learner.locate_error import locate_frame
 
 
-class Stopped(SystemExit):
-    """Time is up. Not an `Exception`, so that a learner's `except Exception` doesn't swallow it; and a `SystemExit`,
-    which a thread ends with in silence."""
+class TimedOut(SystemExit):
+    """Raised in the thread at the timeout. Not an `Exception`, so that `except Exception` doesn't catch it; a `SystemExit`
+    ends a thread silently."""
 
 
 @dataclass
 class Outcome:
-    """What came of a call: its value, or the error it ended with, or where it was when time was up."""
+    """The outcome of a call: its value, its error, or its location at the timeout."""
 
     value: Any = None
     error: BaseException | None = None
     timed_out: bool = False
-    place: str = ""  # the line it was at when time was up
+    location: str = ""  # the line at the timeout
 
 
-def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
+def run_with_timeout(call: Callable[[], Any], seconds: float) -> Outcome:
     """Call `call()` for at most `seconds`; never raises what it raises. A KeyboardInterrupt of ours stops it, too."""
     outcome, done = Outcome(), threading.Event()
 
@@ -61,22 +60,22 @@ def run_limited(call: Callable[[], Any], seconds: float) -> Outcome:
         raise
     if finished:
         return outcome
-    place = place_of_frame(sys._current_frames().get(thread.ident))
+    location = locate_frame(sys._current_frames().get(thread.ident))
     _stop(thread)
-    return Outcome(timed_out=True, place=place)
+    return Outcome(timed_out=True, location=location)
 
 
-def _stop(thread: threading.Thread, patience: float = 1.0) -> None:
-    """Raise `Stopped` in the thread, again and again for a while: code with a bare `except:` swallows some of them."""
-    deadline = time.monotonic() + patience
+def _stop(thread: threading.Thread, grace: float = 1.0) -> None:
+    """Raise `TimedOut` in the thread repeatedly for `grace` seconds: a bare `except:` may catch some of them."""
+    deadline = time.monotonic() + grace
     while thread.is_alive() and time.monotonic() < deadline:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimedOut))
         thread.join(0.002)
 
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Leave the random number generators as they were, so that a check doesn't change what the next cell draws."""
+    """Restore the random number generators afterwards, so that a check doesn't change the random numbers of later cells."""
     python, numpy, torch = random.getstate(), sys.modules.get("numpy"), sys.modules.get("torch")
     numpy_state = numpy.random.get_state() if numpy else None
     torch_state = torch.get_rng_state() if torch else None

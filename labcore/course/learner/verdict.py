@@ -1,7 +1,7 @@
-"""`check`, `finished`, `hint` and `progress`: the words a notebook speaks to its learner with.
+"""`check`, `or_reference`, `hint` and `progress`: the functions that a notebook calls for its exercises.
 
-They share one `Session`, the learner's current kernel: what was checked last, which hints were given. A verdict is two
-lines of text that read the same in every run, so that nbval can compare them:
+They share one `CheckSession` per kernel: what was checked last, which hints were given. A verdict is two lines of text,
+the same in every run, so that nbval can compare them:
 
     02.copy_on_write   not yet — after fork(), child 1 wrote and child 2's token 5 changed.
                        expected block 3 to be copied before the write; it has refcount 2.   hint(1) for a nudge
@@ -23,17 +23,17 @@ from labcore.course.learner.exercise import (
     resolve,
     stub_of,
 )
-from labcore.course.learner.locate_error import place_of_error
+from labcore.course.learner.locate_error import locate_error
 from labcore.course.learner.progress import Progress, load_progress, progress_path, progress_table
 from labcore.course.learner.text import sentence, shorten, wrapped
-from labcore.course.learner.timeout import run_limited, same_random_state
+from labcore.course.learner.timeout import run_with_timeout, same_random_state
 
-LIMIT_SECONDS = 20
+TIMEOUT_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says of an object: `done`, or what came, what was expected, and which hint fits."""
+    """The result of a check: `done`, or what was observed, what was expected, and which hint fits."""
 
     exercise_id: str
     done: bool
@@ -50,16 +50,16 @@ class Verdict:
         return wrapped(self.exercise_id, came) + "\n" + wrapped(blank, f"expected {sentence(self.expected)}", nudge)
 
 
-def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict:
-    """Run one check on one object. Never raises what the object raises, and comes back within the limit."""
+def judge(exercise: Exercise, obj: Any, timeout: float = TIMEOUT_SECONDS) -> Verdict:
+    """Run one check on one object within the timeout. Exceptions of the object are reported, not raised."""
     if obj is ...:
         return Verdict(exercise.id, False, "nothing is written here yet", hint=1)
     with same_random_state():
-        outcome = run_limited(lambda: exercise.check(obj), limit)
+        outcome = run_with_timeout(lambda: exercise.check(obj), timeout)
     error = outcome.error
     if outcome.timed_out:
-        place = f", {outcome.place}" if outcome.place else ""
-        return Verdict(exercise.id, False, f"it was still running after {limit:g} s{place}", "it to come to an end", 1)
+        location = f", {outcome.location}" if outcome.location else ""
+        return Verdict(exercise.id, False, f"it was still running after {timeout:g} s{location}", "it to come to an end", 1)
     if error is None:
         return Verdict(exercise.id, True, exercise.passed)
     if missing := stub_of(error):
@@ -67,18 +67,18 @@ def judge(exercise: Exercise, obj: Any, limit: float = LIMIT_SECONDS) -> Verdict
         return Verdict(exercise.id, False, what, hint=1)
     if isinstance(error, Mismatch):
         return Verdict(exercise.id, False, error.what, error.expected, min(error.hint, len(exercise.hints)))
-    place, said = place_of_error(error), shorten(str(error))
+    location, said = locate_error(error), shorten(str(error))
     message = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    what = f"it raised {message} {place}" if place else f"what it gave can't be used: {message}"
+    what = f"it raised {message} {location}" if location else f"what it gave can't be used: {message}"
     return Verdict(exercise.id, False, what.rstrip(), hint=1)
 
 
 @dataclass
-class Session:
-    """One learner in one kernel. `tell` is where the words go (print, unless a test listens)."""
+class CheckSession:
+    """State of the checks in one kernel. `tell` receives the text (print by default)."""
 
     tell: Callable[[str], None] = print
-    limit: float = LIMIT_SECONDS
+    timeout: float = TIMEOUT_SECONDS
     last: tuple[str, Any, Verdict | None] = ("", None, None)  # what was checked last: id, object, verdict
     hints_given: dict[str, int] = field(default_factory=dict)
     unsaved: dict[str, str] = field(default_factory=dict)  # progress that no file holds
@@ -91,7 +91,7 @@ class Session:
         exercise = self._find(exercise_id)
         if exercise is None:
             return
-        verdict = judge(exercise, obj, self.limit)
+        verdict = judge(exercise, obj, self.timeout)
         self.last = (exercise_id, obj, verdict)
         progress = self._progress()
         progress.record(exercise_id, verdict.done)
@@ -99,14 +99,14 @@ class Session:
             raise AssertionError(str(verdict))
         self.tell("\n".join(text for text in (str(verdict), progress.note) if text))
 
-    def finished(self, exercise_id: str, obj: Any) -> Any:
-        """`obj` if its check passes, and otherwise the course's own, so that the cells below work either way."""
+    def or_reference(self, exercise_id: str, obj: Any) -> Any:
+        """`obj` if its check passes, otherwise labcore's reference, so that later cells work either way."""
         exercise = self._find(exercise_id)
         if exercise is None:
             return obj
         last_id, last_obj, verdict = self.last
         if verdict is None or last_id != exercise_id or last_obj is not obj:
-            verdict = judge(exercise, obj, self.limit)
+            verdict = judge(exercise, obj, self.timeout)
         if verdict.done:
             return obj
         self.tell(f"{exercise_id}   not done yet: the notebook goes on with labcore.{exercise.reference}.")
@@ -152,5 +152,5 @@ class Session:
         return exercise
 
 
-_session = Session()
-check, finished, hint, progress = _session.check, _session.finished, _session.hint, _session.progress
+_session = CheckSession()
+check, or_reference, hint, progress = _session.check, _session.or_reference, _session.hint, _session.progress

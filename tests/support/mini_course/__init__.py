@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 SET_UP = f"""from __future__ import annotations
 import labcore.course.exercises
 labcore.course.exercises.__path__.append({str(HERE)!r})
-from labcore.course import check, finished, progress
+from labcore.course import check, or_reference, progress
 from labcore.kvcache.blocks import BlockPool as Plain"""
 
 CELLS = (
@@ -33,11 +33,11 @@ CELLS = (
         '        """Take n blocks."""\n'
         "        ### BEGIN SOLUTION\n        taken = super().allocate(n)\n        return taken[::1] + taken[:0]\n"
         "        ### END SOLUTION\n\n"
-        'check("77.allocate", BlockPool)\nBlockPool = finished("77.allocate", BlockPool)',
+        'check("77.allocate", BlockPool)\nBlockPool = or_reference("77.allocate", BlockPool)',
     ),
     ("code", "pool = BlockPool(6, 4)\nlen(pool.allocate(2)), pool.num_free"),
     ("code", "lengths = [1, 2, 3]\n### BEGIN SOLUTION\ntotal = sum(length for length in lengths)\n### END SOLUTION"),
-    ("code", 'check("77.total", total)\ntotal = finished("77.total", total)'),
+    ("code", 'check("77.total", total)\ntotal = or_reference("77.total", total)'),
     ("code", "total * 2"),
     (
         "code",

@@ -1,6 +1,6 @@
-"""What went wrong while setting up, in one line that says what to do.
+"""One-line explanations of setup failures, each with a remedy.
 
-Pure functions from what a program printed to a sentence, so that each failure is tested without a broken machine.
+Pure functions from a program's output to a sentence, so each failure is tested without reproducing it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BROKEN_DOWNLOAD = (
 
 
 class SetupError(Exception):
-    """Something that the reader has to mend. The message is one line: what happened — what to do."""
+    """A setup failure. The message is one line: what happened — what to do."""
 
 
 def explain_venv(output: str) -> str:
@@ -42,14 +42,14 @@ def explain_venv(output: str) -> str:
         return f"no space left on the disk — free {NEEDED_GB:g} GB, or put the environment elsewhere (VENV=/path)."
     if "Permission denied" in output:
         return "no permission to write here — make this folder yours, or put the environment elsewhere (VENV=/path)."
-    return f"the Python environment could not be made ({last_line(output)}) — mend that, then run it again."
+    return f"the Python environment could not be made ({last_line(output)}) — fix that, then run it again."
 
 
 def explain_pip(status: int, output: str, log: str) -> str:
-    """The line for a failed `pip install`, from its exit status and what it complained about; `log` holds all of it.
+    """The line for a failed `pip install`, from its exit status and stderr; `log` is the complete log.
 
-    The order matters: a full disk can look like a broken download, a certificate that is not trusted like a dead
-    network, and a dead network makes pip say that a package does not exist.
+    The order matters: a full disk can look like a broken download, an untrusted certificate like a network failure, and
+    without a network pip reports that a package does not exist.
     """
     if status < 0 or status == 137:
         return f"the installation was killed; too little memory is the usual reason — close other programs, {AGAIN}"
@@ -72,11 +72,11 @@ def explain_pip(status: int, output: str, log: str) -> str:
         )
     if "Permission denied" in output:
         return f"no permission to write the environment — make it yours, or put it elsewhere (VENV=/path), {AGAIN}"
-    return f"installing the packages failed ({last_line(output)}) — the whole story is in {log}; mend it, {AGAIN}"
+    return f"installing the packages failed ({last_line(output)}) — see {log}; fix the cause, {AGAIN}"
 
 
 def explain_import(output: str, clean_command: str) -> str:
-    """The line for packages that are installed and yet don't import, from the traceback."""
+    """The line for installed packages that don't import, from the traceback."""
     return (
         f"the packages are installed, but don't import ({last_line(output)}) — run `{clean_command}`, then the same "
         "command again; if it stays, see Troubleshooting in README.md."
@@ -84,7 +84,7 @@ def explain_import(output: str, clean_command: str) -> str:
 
 
 def explain_os(error: OSError) -> str:
-    """The line for what the system refused: the file, the reason, and what helps where that is known."""
+    """The line for an OSError: file, reason, and a remedy where one is known."""
     what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what} — free {NEEDED_GB:g} GB, or put the environment elsewhere: VENV=/path."
@@ -94,6 +94,6 @@ def explain_os(error: OSError) -> str:
 
 
 def last_line(output: str) -> str:
-    """The last line that tells something, cut to a readable length."""
+    """The last line that is neither empty nor a warning, at most 160 characters."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("WARNING:")]
     return lines[-1].removeprefix("ERROR: ")[:160] if lines else "it did not say why"
