@@ -26,7 +26,7 @@ from labcore.engine.beams import BeamGroup, top_logprobs
 from labcore.engine.completions import Completion, CompletionGroup
 from labcore.engine.exclusive import Exclusive
 from labcore.engine.faults import Faults
-from labcore.engine.invariants import check_integrity
+from labcore.engine.invariants import check_integrity, check_progress
 from labcore.engine.model_runner import ModelRunner
 from labcore.engine.recovery import Recovery
 from labcore.engine.request_group import Change, Group
@@ -85,6 +85,7 @@ class Engine:
         self._clock = clock
         self._arrivals = 0
         self._steps = 0
+        self._empty_steps = 0
         self._somebody_decodes = False
         self._served = Registry()
         self._recovery = Recovery(scheduler)
@@ -181,8 +182,8 @@ class Engine:
         has finish_reason "error" and says why in `error`. If the step as a whole fails, or Ctrl-C breaks into it, its
         requests keep their tokens, lose the KV that may be half written, and are computed again by later steps.
         If this call raises after the step was complete, the next one returns the outputs, and computes nothing.
-        Raises EngineBusy, OutOfBlocks if blocks that no request owns leave too few for a step, and what the model or a
-        part raises, with a note that names the part.
+        Raises EngineBusy, OutOfBlocks if blocks that no request owns leave too few for a step, StandstillError if the
+        scheduler plans nothing for several steps, and what the model or a part raises, with a note that names the part.
         """
         outputs: dict[str, RequestOutput] = {}
         try:
@@ -211,7 +212,8 @@ class Engine:
         Raises ValueError for an id that is not (or no longer) being served.
         """
         with self._changing():
-            if isinstance(request_id, str) and request_id in self._undelivered.keys() - self._served.groups.keys():
+            ended = isinstance(request_id, str) and request_id not in self._served.groups
+            if ended and request_id in self._undelivered:
                 return self._undelivered.pop(request_id)
             group, now = self._served.group(request_id), self._clock()
             try:
@@ -383,8 +385,10 @@ class Engine:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
         self._record("scheduled", plan, scheduled)
+        self._empty_steps = 0 if scheduled else self._empty_steps + 1
         if not scheduled:
             self._check_pool()
+            check_progress(self.scheduler, self._served.requests.values(), self._empty_steps)
         return plan
 
     def _set_budget(self, budget: AdaptiveBudget) -> None:
@@ -485,14 +489,15 @@ class Engine:
         self._record("end_step", self.pool)
 
     def _apply(self, change: Change, group: Group) -> None:
-        try:
-            for child, parent in change.forks:
-                self._enqueue(group, [child], partial(self.scheduler.fork, child, parent))
-            for request in change.grown:
+        """Forks come last: they take the slots of the beams that are dropped in the same round."""
+        new = {id(child) for child, _ in change.forks}
+        for request in change.grown:
+            if id(request) not in new:  # a fork is recorded with the token that it brings
                 self._record("sampled", request, request.output_token_ids[-1])
-        finally:  # the group has let go of them, even if a fork failed
-            for request in change.ended:
-                self._retire(request)
+        for request in change.ended:
+            self._retire(request)
+        for child, parent in change.forks:
+            self._enqueue(group, [child], partial(self.scheduler.fork, child, parent))
 
     def _output(self, group: Group, now: float) -> RequestOutput:
         """The group's output; if the tokenizer has none of it, the output of a group that failed."""

@@ -1,4 +1,4 @@
-"""The engine's own audit: recompute from scratch what its parts believe, and compare."""
+"""The engine's own audit: recompute from scratch what its parts believe, and compare; see that its steps lead on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,37 @@ from labcore.scheduler.scheduler import Scheduler
 
 class IntegrityError(AssertionError):
     """Two parts of the engine disagree about who owns what. A defect in labcore, or in a part plugged into it."""
+
+
+class StandstillError(RuntimeError):
+    """Steps in a row planned nothing, though requests are unfinished. A defect in a scheduler that is plugged in."""
+
+
+MAX_EMPTY_STEPS = 3
+"""So many steps in a row that plan nothing are one too many: labcore's own scheduler plans no empty step."""
+
+
+def check_progress(scheduler: Scheduler, requests: Iterable[Request], num_empty_steps: int) -> None:
+    """Raises StandstillError, which names the requests, once `num_empty_steps` in a row have planned nothing.
+
+    requests: every unfinished request that the engine knows.
+    """
+    if num_empty_steps < MAX_EMPTY_STEPS:
+        return
+    unfinished = list(requests)
+    queued = {id(request) for request in [*scheduler.running, *scheduler.waiting, *scheduler.followers.values()]}
+    lost = [request for request in unfinished if id(request) not in queued]
+    if lost:
+        why = f"the scheduler has lost {names_of(lost)}: add() must queue a request, and so must a preemption"
+    else:
+        why = f"{names_of(unfinished)} could go on: schedule() must plan tokens for at least one unfinished request"
+    raise StandstillError(f"{num_empty_steps} steps in a row planned nothing, and {why}.")
+
+
+def names_of(requests: list[Request], most: int = 3) -> str:
+    """`'a', 'b' and 5 more`."""
+    named, more = requests[:most], len(requests) - most
+    return ", ".join(repr(request.request_id) for request in named) + (f" and {more} more" if more > 0 else "")
 
 
 def check_integrity(scheduler: Scheduler, requests: Iterable[Request], tables: Iterable[BlockTable] = ()) -> None:

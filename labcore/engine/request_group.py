@@ -19,14 +19,14 @@ from labcore.request import Request
 class Change:
     """What the engine has to do, in this order; the groups have changed tokens and texts already.
 
+    grown   requests that gained a token, their last one; forks are among them
+    ended   requests that compute no more: their slots and blocks are free for the forks
     forks   (child, parent): the child is new, and begins with the blocks that the parent holds now
-    grown   requests that gained a token, their last one
-    ended   requests that compute no more
     """
 
-    forks: list[tuple[Request, Request]] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
+    forks: list[tuple[Request, Request]] = field(default_factory=list)
 
 
 class Group(ABC):

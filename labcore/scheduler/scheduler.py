@@ -161,7 +161,8 @@ class Scheduler:
         n = self._first_tokens(urgent, cached, max(0, budget - decoding))
         if n == 0:
             return budget
-        self._join(self.waiting.pop(), cached)
+        self.waiting.pop()
+        self._join(urgent, cached)
         for victim in victims:
             self._preempt(victim, plan)
         self._reserve(urgent, n, plan)

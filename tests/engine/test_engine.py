@@ -1,6 +1,8 @@
 """The engine on a tiny model: the contract of `step()`, `abort()` and `generate()`, and what happens when things go wrong."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -618,3 +620,24 @@ def test_parts_may_be_classes_or_instances_of_ones_own(model, loaded):
                   preemption=Recompute())
         assert llm.generate(prompt, flat_out(4))[0].outputs[0].token_ids == greedy(model, prompt, 4)
         assert MyPool.taken == 3 and MyScheduler.steps == 4
+
+
+def test_abort_of_requests_that_wait_leaves_nothing_of_them_alive(loaded):
+    """Case: queued, forked and searched requests stayed in the queue's heap until those before them had been served."""
+    engine = poisoned_llm(loaded, num_blocks=32, block_size=4, max_num_seqs=1).engine
+    engine.add_request("runs", [1, 2, 3], flat_out(40))
+    engine.step()
+    engine.add_request("waits", [1, 2, 4], flat_out(2))
+    for i in range(100):
+        engine.add_request(f"queued{i}", [2, 3, i + 1], SamplingParams(n=2, seed=0, max_tokens=5))
+        engine.add_request(f"beams{i}", [2, 3, i + 1], BeamSearchParams(beam_width=1, max_tokens=4))
+        engine.fork("runs", f"forked{i}")
+    engine.step()
+    waiting = [weakref.ref(r) for r in engine._served.requests.values() if r.request_id not in ("runs", "waits")]
+    assert len(waiting) == 400
+    for request_id in [name for name in engine.request_ids() if name not in ("runs", "waits")]:
+        engine.abort(request_id)
+    gc.collect()
+    assert sum(ref() is not None for ref in waiting) <= 1 and len(engine.scheduler.waiting._heap) <= 2
+    engine.check_integrity()
+    assert set(run(engine)) == {"runs", "waits"}

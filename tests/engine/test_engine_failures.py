@@ -20,8 +20,11 @@ from remembering import VOCAB, Letters, expected_beams, expected_completion, rem
 
 from labcore import BeamSearchParams, SamplingParams
 from labcore.engine.exclusive import EngineBusy
+from labcore.engine.invariants import StandstillError
 from labcore.kvcache.blocks import OutOfBlocks
 from labcore.recorder import NullRecorder
+from labcore.scheduler.plan import SchedulerOutput
+from labcore.scheduler.scheduler import Scheduler
 
 PROMPTS = [[0, 1, 2, 3, 4], [1, 1, 1], [2, 0, 2, 0, 2, 0, 2], [3], [4, 0, 0, 1, 2, 2], [0, 3, 3, 1]]
 
@@ -303,6 +306,60 @@ def test_a_step_without_blocks_says_that_they_belong_to_no_request():
     while engine.has_unfinished_requests():
         (output,) = engine.step()
     assert_answered(output, [0, 1, 2, 3, 4], greedy(9))
+
+
+class ForgetsToQueue(Scheduler):
+    """`add` forgets the queue, but for the first request."""
+
+    def add(self, request, followers=()):
+        super().add(request, followers)
+        if request.arrival > 0:
+            self.waiting.discard(request)
+
+
+class NeverQueuesAgain(Scheduler):
+    """A preempted request leaves the batch, and is in no queue."""
+
+    def _preempt(self, request, plan):
+        super()._preempt(request, plan)
+        self.waiting.discard(request)
+
+
+class PlansNothing(Scheduler):
+    """Has every request in its queue, and no token for any of them."""
+
+    def schedule(self):
+        return SchedulerOutput(self._step)
+
+
+@pytest.mark.parametrize("scheduler, why", [
+    (ForgetsToQueue, "3 steps in a row planned nothing, and the scheduler has lost 'generate-1', 'generate-2', "
+                     "'generate-3' and 2 more: add"),
+    (NeverQueuesAgain, "3 steps in a row planned nothing, and the scheduler has lost 'generate-[1-5]'"),
+    (PlansNothing, "3 steps in a row planned nothing, and 'generate-0', 'generate-1', 'generate-2' and 3 more could go on"),
+])  # fmt: skip
+def test_standstill_of_a_plugged_in_scheduler_names_the_requests(scheduler, why):
+    """Case: generate() went on for ever with a scheduler that had lost a request."""
+    llm = remembering_llm(LOADED, num_blocks=10, scheduler=scheduler, record=True)
+    calls, step = [], llm.engine.step
+    llm.engine.step = lambda: calls.append(1) or step()
+    with pytest.raises(StandstillError, match=why):
+        llm.generate(PROMPTS, greedy(16))
+    assert len(calls) < 60 and llm.engine.request_ids() == []
+    llm.engine.check_integrity()
+    assert llm.engine.pool.num_free == 10
+
+
+def test_standstill_leaves_the_lost_request_queued_for_the_next_step():
+    engine = remembering_llm(LOADED, num_blocks=40, scheduler=ForgetsToQueue).engine
+    engine.add_request("first", PROMPTS[0], greedy(2))
+    engine.add_request("lost", PROMPTS[1], greedy(4))
+    with pytest.raises(StandstillError, match="has lost 'lost'"):
+        while engine.has_unfinished_requests():
+            engine.step()
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    assert_answered(output, PROMPTS[1], greedy(4))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

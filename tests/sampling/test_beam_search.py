@@ -11,7 +11,7 @@ from remembering import expected_beams, remembering_llm
 from tiny_models import prompt, tiny
 from transformers import GenerationConfig
 
-from labcore import BeamSearchParams, SamplingParams
+from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.kvcache.blocks import BlockError, BlockPool, BlockTable
 from labcore.models import from_model
 from labcore.sampling.beam_search import BeamSearch
@@ -317,3 +317,17 @@ def test_beam_metrics_of_a_search_that_is_aborted_end_with_it():
     aborted = engine.abort("beams")
     assert aborted.finished and aborted.metrics.finished_time > output.metrics.first_token_time
     assert aborted.metrics.first_token_time == output.metrics.first_token_time
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("width, max_num_seqs, computed", [(4, 4, 30 + 4 * 23), (4, 5, 30 + 4 * 23), (3, 3, 30 + 3 * 23)])
+def test_beam_forks_take_the_slots_of_beams_dropped_in_the_same_round(caching, width, max_num_seqs, computed):
+    """Case: forked before the others were dropped, they found no slot, queued and computed their text again: 1,467 tokens."""
+    engine = LLM(
+        from_model(tiny("llama")), num_blocks=128, block_size=4, max_num_seqs=max_num_seqs, enable_prefix_caching=caching
+    ).engine
+    schedule, planned = engine.scheduler.schedule, []
+    engine.scheduler.schedule = lambda: planned.append(schedule()) or planned[-1]
+    engine.add_request("beams", prompt(30), BeamSearchParams(beam_width=width, max_tokens=24, ignore_eos=True))
+    run(engine)
+    assert sum(plan.num_tokens for plan in planned) == computed and len(planned) == 24

@@ -26,7 +26,7 @@ class MendedScheduler(CopyingScheduler):
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         def is_running(request: Request) -> bool:
-            return request.status is RequestStatus.RUNNING
+            return request.status == RequestStatus.RUNNING
 
         for asking in list(self.running):
             n = self.chunking.num_tokens(asking, budget, self.max_num_batched_tokens)

@@ -377,7 +377,7 @@ EXERCISES = (
         "tokens, and has this very parent; None if there is no such block. `match(request)` returns the blocks "
         "that hold the request's first tokens, in order, and never so many that no token is left to compute. The "
         "parent of each is the block found before it (None for the first). The first one that is not found ends "
-        "the search. `chain, blocks = self._resume(request)` gives what needn't be looked up again, CachedBlocks and "
+        "the search. `self._resume(request)` gives what needn't be looked up again, CachedBlocks and "
         "blocks; what is found is added to both. The CachedBlocks are left in `request.prefix_chain`, a new list at "
         "each call. With use_prefix_cache=False, nothing is found.",
         check=check_match,
