@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from labcore.kvcache.tensors import KVCache
+from labcore.models.layers import LayerShape
 
 
 @dataclass
@@ -37,6 +39,9 @@ class AttentionMetadata:
 
 class AttentionBackend(ABC):
     """Attention over a paged KV cache. All calls of one step pass the same metadata object."""
+
+    def validate(self, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
+        """Raises ValueError for a model that this backend can't serve. Called once, when an engine is made."""
 
     @abstractmethod
     def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:

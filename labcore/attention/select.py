@@ -20,9 +20,13 @@ def select_backend(choice: str | AttentionBackend | type[AttentionBackend], devi
     if isinstance(choice, AttentionBackend):
         return choice
     if isinstance(choice, type) and issubclass(choice, AttentionBackend):
-        return choice()
-    if choice not in BACKENDS:
-        raise ValueError(f"attention_backend is {choice!r}; it must be one of {', '.join(map(repr, BACKENDS))}.")
+        try:
+            return choice()
+        except TypeError as error:
+            raise ValueError(f"attention_backend is {choice!r}, which can't be made without arguments: {error}") from error
+    if not isinstance(choice, str) or choice not in BACKENDS:
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"attention_backend is {choice!r}; it must be one of {names}, or an AttentionBackend.")
     has_triton = find_spec("triton") is not None
     if choice == "triton" and not has_triton:
         raise ValueError("attention_backend is 'triton', but Triton isn't installed here (Linux only); use 'torch'.")

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from labcore.attention.backend import AttentionBackend, AttentionMetadata
-from labcore.attention.kernels.launch import Launch, ScoreOptions, copy_launch, decode_launches, prefill_launch, store_launch
-from labcore.attention.kernels.tile_sizes import INTERPRETER, Tile, decode_tile, prefill_tile
+from labcore.attention.kernels.launch import (
+    KERNELS,
+    Launch,
+    ScoreOptions,
+    check_rows,
+    copy_launch,
+    decode_launches,
+    prefill_launch,
+    store_launch,
+)
+from labcore.attention.kernels.tile_sizes import INTERPRETER, Tile, check_power_of_two, decode_tile, prefill_tile
 from labcore.attention.kernels.triton_mode import INTERPRETED
 from labcore.kvcache.tensors import KVCache
+from labcore.models.layers import LayerShape
 
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256
@@ -32,16 +42,33 @@ PROGRAMS_PER_PROCESSOR = 2
 class TritonAttention(AttentionBackend):
     """Paged attention by Triton kernels, on an NVIDIA GPU or in Triton's interpreter.
 
-    tile, splits   for experiments; None: by the table of tile sizes and the step's metadata
-    kernels        replacements of labcore's kernels by name, such as "paged_decode"
+    tile           for experiments; None takes it from the table of tiles
+    splits         for experiments, a power of two from 1 to 64; None takes it from the step's geometry
+    kernels        kernels of your own by their names, "paged_decode" say, that take the place of labcore's
+    Raises ValueError for anything else.
     """
 
     def __init__(
         self, tile: Tile | None = None, splits: int | None = None, kernels: Mapping[str, object] | None = None
     ) -> None:
+        if tile is not None and not isinstance(tile, Tile):
+            raise ValueError(f"tile is {tile!r}; it must be a Tile, or None.")
+        if splits is not None:
+            check_power_of_two("splits", splits, 1, MAX_SPLITS, or_else=", or None")
+        if kernels is not None:
+            check_kernels(kernels)
         self.tile = tile
         self.splits = splits
         self.kernels = dict(kernels or {})
+
+    def validate(self, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        sample = torch.empty(0, dtype=dtype, device=device)
+        check_device(sample)
+        check_dtypes(sample, sample)
+        architecture, _ = device_facts(device)
+        for layer in set(layers):
+            group = layer.num_query_heads // layer.num_kv_heads
+            check_rows(self.tile or decode_tile(architecture, layer.head_dim, dtype, group), group)
 
     def store(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         check_device(k)
@@ -101,8 +128,19 @@ class TritonAttention(AttentionBackend):
         replace(launch, kernel=self.kernels.get(launch.kernel.__name__, launch.kernel)).run()
 
 
+def check_kernels(kernels: object) -> None:
+    """Raises ValueError unless `kernels` maps names of labcore's kernels to what can be launched in their place."""
+    if not isinstance(kernels, Mapping):
+        raise ValueError(f"kernels is {kernels!r}; it must be a dictionary from a kernel's name to a kernel.")
+    for name, kernel in kernels.items():
+        if name not in KERNELS:
+            raise ValueError(f"kernels has {name!r}; the kernels are {', '.join(KERNELS)}.")
+        if not hasattr(kernel, "__getitem__"):
+            raise ValueError(f"kernels[{name!r}] is {kernel!r}; it must be a kernel, a function under @triton.jit.")
+
+
 def is_decode(metadata: AttentionMetadata) -> bool:
-    """Whether every sequence of the step has one query."""
+    """One query for each sequence of the step."""
     return all(n == 1 for n in metadata.query_lens_list)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool
 
@@ -93,7 +94,7 @@ def report(costs: Sequence[AllocationCost]) -> dict:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench blocks`."""
     parser = subparsers.add_parser("blocks", help="time of one allocate/free pair, for pools of 10^3 to 10^6 blocks")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least_one, default=7)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import transformers
 
+from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.engine.engine import Engine
 from labcore.llm import LLM
@@ -197,18 +198,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench chunking`."""
     parser = subparsers.add_parser("chunking", help="gaps of decoding streams during the prefill of a long prompt, by budget")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--streams", type=int, default=10)
-    parser.add_argument("--stream-tokens", type=int, default=1024, help="prompt of each stream (1024)")
-    parser.add_argument("--prompt-tokens", type=int, default=4096, help="the long prompt (4096)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=at_least_one, default=10)
+    parser.add_argument("--stream-tokens", type=at_least_one, default=1024, help="prompt of each stream (1024)")
+    parser.add_argument("--prompt-tokens", type=at_least_one, default=4096, help="the long prompt (4096)")
+    parser.add_argument("--budgets", type=at_least_one, nargs="+", default=list(BUDGETS))
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if min(args.streams, args.stream_tokens, args.prompt_tokens, args.rounds) < 1 or min(args.budgets) <= args.streams:
-        raise ValueError("streams, their tokens, prompt-tokens and rounds must be at least 1, each budget above the streams.")
+    if min(args.budgets) <= args.streams:
+        raise ValueError(f"--budgets has {min(args.budgets)}; each must be above --streams, {args.streams}.")
     loaded = load(args.model, "auto", "auto")
     work = make_workload(loaded.vocab_size, args.streams, args.stream_tokens, args.prompt_tokens, args.budgets)
     results = measure(loaded, work, args.budgets, args.rounds)

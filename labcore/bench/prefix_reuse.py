@@ -21,6 +21,7 @@ import torch
 import transformers
 
 from labcore import LLM, BeamSearchParams, SamplingParams
+from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache
@@ -189,7 +190,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench prefix`."""
     parser = subparsers.add_parser("prefix", help="prefix cache: look-up time, overhead, memory saved by sharing")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least_one, default=7)
     parser.add_argument("--long", action="store_true", help="also long prompts with long answers (minutes)")
     parser.add_argument("--only", nargs="+", choices=["look-up", "overhead", "sharing"], default=None)
     parser.add_argument("--json", action="store_true")

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from labcore import LLM, SamplingParams
+from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.models import LoadedModel, load
 from labcore.recorder import Recorder
@@ -69,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench recorder`."""
     parser = subparsers.add_parser("recorder", help="flight recorder: share of the engine's time, size of a run's file")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--requests", type=at_least_one, default=32)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool
 from labcore.kvcache.prefix import NoPrefixCache
@@ -114,7 +115,7 @@ def report(costs: Sequence[PlanningCost]) -> dict:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench scheduler`."""
     parser = subparsers.add_parser("scheduler", help="time of planning a step, 1,000 running and up to 100,000 waiting")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 

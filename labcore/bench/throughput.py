@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.llm import LLM
 from labcore.models import resolve
@@ -121,10 +122,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench engine`."""
     parser = subparsers.add_parser("engine", help="tokens per second against transformers, on this machine's CPU")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=at_least_one, default=32)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--only", nargs="+", choices=["labcore", "static", "continuous"], default=None)
-    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=at_least_one, default=64)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 

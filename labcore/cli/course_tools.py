@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_promotion(arguments: argparse.Namespace) -> int:
     """Print owners and differences. Exit status 1 if there is a difference."""
-    report = compare(arguments.notebooks or project_folder() / "notebooks")
+    report = compare(folder(arguments))
     print(report)
     return 1 if report.problems else 0
 
@@ -57,7 +57,7 @@ def check_rules(arguments: argparse.Namespace) -> int:
         status = 1 if broken else status
         print(f"{path.name:36}{'keeps every rule' if not broken else ''}")
         print("".join(f"  {problem}\n" for problem in broken), end="")
-    share = strictly_compared_share(arguments.notebooks or project_folder() / "notebooks")
+    share = strictly_compared_share(folder(arguments))
     print(f"{share:.0%} of the code cells have their output compared in full")
     return status
 
@@ -67,9 +67,14 @@ def show_claims(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def folder(arguments: argparse.Namespace) -> Path:
+    """The folder that was named, or the course's notebooks/."""
+    return arguments.notebooks.expanduser() if arguments.notebooks else project_folder() / "notebooks"
+
+
 def chosen(arguments: argparse.Namespace) -> list[Path]:
     """The notebooks with the given numbers, or all. Raises ValueError for an unknown number."""
-    files = notebook_files(arguments.notebooks or project_folder() / "notebooks")
+    files = notebook_files(folder(arguments))
     numbers = [number.zfill(2) for number in arguments.numbers]
     unknown = [number for number in numbers if number not in {path.stem[:2] for path in files}]
     if unknown or not files:

@@ -32,8 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Build the student edition and print the files written; one line on stderr for each error."""
     try:
-        masters = arguments.notebooks or project_folder() / "notebooks"
-        written = build(masters, arguments.out, arguments.force, arguments.nbgrader_source)
+        masters = arguments.notebooks.expanduser() if arguments.notebooks else project_folder() / "notebooks"
+        written = build(masters, arguments.out.expanduser(), arguments.force, arguments.nbgrader_source)
     except (MalformedNotebook, EditedWork) as error:
         for line in str(error).splitlines():
             print(f"labcore: error: {line}", file=sys.stderr)

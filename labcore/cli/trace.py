@@ -29,10 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a record or write its page. Raises ValueError, in one line, for an invalid file or step."""
+    arguments.file = Path(arguments.file).expanduser()
+    arguments.html = None if arguments.html is None else Path(arguments.html).expanduser()
     recording = Recording.load(arguments.file)
     if not recording.steps:
         raise ValueError(f"{arguments.file} holds no step — record a run with LLM(…, record=True) and save it.")
-    if arguments.html is not None and Path(arguments.html).resolve() == Path(arguments.file).resolve():
+    if arguments.html is not None and arguments.html.exists() and arguments.html.samefile(arguments.file):
         raise ValueError(f"--html is {arguments.html}, the record itself — name another file.")
     try:
         if arguments.step is not None:
@@ -49,9 +51,9 @@ def tell(recording: Recording, arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         from labcore.viz.html_report import write_html_report
 
-        title = arguments.title or Path(arguments.file).name
+        title = arguments.title or arguments.file.name
         write_html_report(recording, arguments.html, title.encode("utf-8", "replace").decode())
-        told = {"html": arguments.html, "bytes": Path(arguments.html).stat().st_size}
+        told = {"html": str(arguments.html), "bytes": arguments.html.stat().st_size}
         print(json.dumps(told) if arguments.json else f"{told['html']}: {told['bytes'] / 1e6:.1f} MB")
     elif arguments.json:
         state = recording.at(recording.steps[-1] if arguments.step is None else arguments.step).as_dict()

@@ -52,9 +52,11 @@ def make_engine(
         ("chunking", chunking, ChunkPolicy),
     ):
         check_part(name, part, base)
+    backend.validate(loaded.layers, loaded.model.dtype, loaded.model.device)
     config, pool = resolve_pool(config, loaded, block_pool)
     cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
     prefixes = built(chosen(prefix_cache, default_prefix_cache(config)), pool.block_size)
+    policy = make_policy(config)
     planner = chosen(scheduler, Scheduler)(
         pool,
         max_num_seqs=config.max_num_seqs,
@@ -62,9 +64,9 @@ def make_engine(
         chunking=built(chosen(chunking, default_chunking(config))),
         prefix_cache=prefixes,
         preemption=built(chosen(preemption, Recompute)),
-        policy=make_policy(config),
+        policy=policy,
     )
-    recorder = make_recorder(config, loaded, pool, prefixes) if config.record else None
+    recorder = make_recorder(config, loaded, pool, prefixes, policy) if config.record else None
     runner = ModelRunner(loaded, cache, backend)
     if config.cuda_graphs:
         check_graphs(backend, runner.device)
@@ -148,8 +150,10 @@ def default_budget(config: EngineConfig) -> AdaptiveBudget | None:
     return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.max_step_tokens)
 
 
-def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache) -> Recorder:
-    """A flight recorder that knows the pool's shape, what the prefix cache holds, and can turn tokens into text."""
+def make_recorder(
+    config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache, policy: Policy
+) -> Recorder:
+    """A flight recorder that knows the pool's shape, the prefix cache, the scheduler's order and the tokens' text."""
     return Recorder(
         pool.num_blocks,
         pool.block_size,
@@ -157,6 +161,7 @@ def make_recorder(config: EngineConfig, loaded: LoadedModel, pool: BlockPool, pr
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         hash_of=prefixes.hash_of,
+        sort_key=policy.entitlement,
         decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
     )
 

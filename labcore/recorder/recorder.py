@@ -39,6 +39,7 @@ class Recorder(Recording):
     policy                   "fcfs" or "priority": order of the waiting queue
     decode                   token ids → text
     hash_of                  block → its prefix-cache hash, or None; may be set later
+    sort_key                 request → its place in the scheduler's queues, a tuple of numbers, smaller first; None: by arrival
     clock                    seconds; only differences are used
     """
 
@@ -52,6 +53,7 @@ class Recorder(Recording):
         policy: str = "fcfs",
         decode: Callable[[list[int]], str] | None = None,
         hash_of: Callable[[int], Any] | None = None,
+        sort_key: Callable[[Any], tuple] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(
@@ -63,6 +65,7 @@ class Recorder(Recording):
             decode=decode,
         )
         self.hash_of = hash_of
+        self.sort_key = sort_key
         self._clock = clock
         self._origin = clock()
         self._tracked: dict[str, TrackedRequest] = {}
@@ -84,6 +87,8 @@ class Recorder(Recording):
             "priority": request.priority,
             "max_tokens": getattr(request, "max_tokens", None),
         }
+        if self.sort_key is not None:
+            detail["sort_key"] = list(self.sort_key(request))
         events = self._current_events()
         events.append(("arrive", tracked.number, (), detail))
         if events is self.pending.updated:

@@ -43,7 +43,10 @@ class BlockState(NamedTuple):
 
 
 class RequestState(NamedTuple):
-    """One unfinished request after a step. `number` is its position in order of arrival, from 0."""
+    """One unfinished request after a step. `number` counts requests in their order of arrival, from 0.
+
+    sort_key   its place in the scheduler's queues, smaller first; fixed from its arrival on
+    """
 
     request_id: str
     number: int
@@ -57,6 +60,7 @@ class RequestState(NamedTuple):
     max_tokens: int | None
     blocks: tuple[int, ...]
     host_blocks: tuple[int, ...]
+    sort_key: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,6 @@ class Snapshot:
     requests: dict[str, RequestState]
     scheduled: dict[str, int]
     pool_free: int | None
-    policy: str
 
     @property
     def tables(self) -> dict[str, list[int]]:
@@ -86,12 +89,10 @@ class Snapshot:
 
     @property
     def queues(self) -> dict[str, list[str]]:
-        """Request ids in "waiting" (in order of the policy), "running" and "swapped"."""
+        """Request ids "waiting", "running" and "swapped", each in the scheduler's order."""
         queues: dict[str, list[str]] = {"waiting": [], "running": [], "swapped": []}
-        for name, request in self.requests.items():
-            queues["waiting" if request.state == "preempted" else request.state].append(name)
-        if self.policy == "priority":
-            queues["waiting"].sort(key=lambda name: self.requests[name].priority)
+        for request in sorted(self.requests.values(), key=lambda request: request.sort_key):
+            queues["waiting" if request.state == "preempted" else request.state].append(request.request_id)
         return queues
 
     def count(self, state: str) -> int:
@@ -128,6 +129,7 @@ class LiveRequest:
     num_prompt_tokens: int
     priority: int
     max_tokens: int | None
+    sort_key: tuple[float, ...]
     state: str = "waiting"
     computed: int = 0
     cached: int = 0
@@ -187,12 +189,12 @@ class Replay:
         requests = {
             r.name: RequestState(
                 r.name, r.number, r.state, tuple(r.tokens), r.num_prompt_tokens, r.computed, r.cached, r.preemptions,
-                r.priority, r.max_tokens, tuple(r.table), tuple(r.host),
+                r.priority, r.max_tokens, tuple(r.table), tuple(r.host), r.sort_key,
             )
             for r in self.live.values()
         }  # fmt: skip
         scheduled = {self.names[number]: count for number, count in pairs(self.chunks)}
-        return Snapshot(self.step, self.time, size, blocks, requests, scheduled, self.pool_free, self.policy)
+        return Snapshot(self.step, self.time, size, blocks, requests, scheduled, self.pool_free)
 
     def _apply(self, kind: str, number: int | None, blocks: Sequence[int], detail: dict[str, Any] | None) -> None:
         detail = detail or ABSENT
@@ -205,6 +207,7 @@ class Replay:
                 detail["prompt"],
                 detail["priority"],
                 detail["max_tokens"],
+                tuple(detail.get("sort_key") or self._default_key(detail["priority"], number)),
             )
         elif kind == "resize":
             self._resize(detail["num_blocks"])
@@ -245,6 +248,10 @@ class Replay:
             request.host = []
         elif kind == "finish":
             del self.live[request.number]
+
+    def _default_key(self, priority: int, number: int) -> tuple[int, ...]:
+        """The place in the queues where the record doesn't say it: by arrival, under "priority" by number first."""
+        return (priority, number) if self.policy == "priority" else (number,)
 
     def _own(self, number: int, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -41,12 +41,14 @@ class EngineControl:
         self, prompt: str, max_tokens: int = 16, priority: int = 0, n: int = 1, temperature: float = 0.0
     ) -> str:
         """Add a request and return its id. With n > 1 a temperature of 0 becomes 1, so that the samples differ."""
+        if self.llm.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it takes no text — use engine.add_request() with token ids.")
         if not prompt:
             raise ValueError("the prompt is empty — type a few words first.")
         if n > 1 and temperature == 0:
             temperature = 1.0
         params = SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens)
-        request_id = f"r{next(self._names)}"
+        request_id, _ = self._free_name("r")
         self.engine.add_request(request_id, self.llm.prompt_tokens(prompt), params, priority=priority)
         return request_id
 
@@ -63,8 +65,7 @@ class EngineControl:
     def fork(self, request_id: str) -> str:
         """Fork a request: the child shares all its blocks and continues with its own seed and temperature 1."""
         self._check_served(request_id)
-        number = next(self._names)
-        child = f"{request_id}-fork{number}"
+        child, number = self._free_name(f"{request_id}-fork")
         self.engine.fork(request_id, child, temperature=1.0, seed=number)
         return child
 
@@ -89,6 +90,12 @@ class EngineControl:
         taken = self.engine.pool.allocate(num_blocks)
         self.engine.scheduler.prefix_cache.forget(taken)
         self._taken += taken
+
+    def _free_name(self, stem: str) -> tuple[str, int]:
+        """The next name that no unfinished request has, of this session or of one before it, and its number."""
+        served = self.engine.request_ids()
+        number = next(number for number in self._names if f"{stem}{number}" not in served)
+        return f"{stem}{number}", number
 
     def _outputs(self) -> list[Any]:
         """Run a step; with blocks taken out of the pool the engine may fail, because no request fits."""

@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import builtins
+from collections.abc import Callable, Iterator
 from functools import partial
 from html import escape
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import ipywidgets as widgets
 
@@ -45,36 +46,48 @@ def explore(what: Any, view: str = "block map") -> Explorer:
     """A live panel for an `LLM` with record=True, or a viewer for a flight record; the last expression of a cell.
 
     view   figure shown first, one of VIEWS; a saved notebook keeps it, with a slider
-    One panel per engine: a second call, such as running the cell again, closes the first.
+    One panel per engine and cell: running the cell again closes the panel that it made before, on any engine.
+    An open panel keeps its engine alive; `shut_down()` releases it.
     Raises ValueError for an llm without a flight record, and for an unknown view.
     """
     if view not in VIEWS:
         raise ValueError(f"view is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
     control = None if isinstance(what, Recording) else EngineControl(what)
     recording = what if control is None else control.recorder
-    earlier = _panels.pop(recording, None)
-    if earlier is not None:
-        earlier.shut_down()
-    panel = _panels[recording] = Explorer(recording, control, view)
+    cell, execution = running_cell()
+    for earlier in list(_open_panels):
+        same_cell = cell is not None and earlier.cell == cell and earlier.execution != execution
+        if same_cell or earlier.recording is recording:
+            earlier.shut_down()
+    panel = Explorer(recording, control, view)
+    panel.cell, panel.execution = cell, execution
+    _open_panels.add(panel)
     return panel
 
 
-_panels: WeakKeyDictionary[Recording, Explorer] = WeakKeyDictionary()
+_open_panels: WeakSet[Explorer] = WeakSet()
+
+
+def running_cell() -> tuple[str | None, str | None]:
+    """Id and execution of the notebook cell that runs this; None where the front end doesn't say."""
+    shell = getattr(builtins, "get_ipython", lambda: None)()  # IPython defines it while a cell runs
+    parent = (shell.get_parent() if hasattr(shell, "get_parent") else None) or {}
+    return parent.get("metadata", {}).get("cellId"), parent.get("header", {}).get("msg_id")
 
 
 class Explorer(widgets.VBox):
-    """See `explore`. Each click calls one method of `control`, then redraws everything from the record."""
+    """See `explore`. Each click calls one method of `control`, then redraws everything from the record.
+
+    cell, execution   the notebook cell and its execution that made the panel; see `running_cell`
+    """
+
+    cell: str | None = None
+    execution: str | None = None
 
     def __init__(self, recording: Recording, control: EngineControl | None, view: str) -> None:
         self.recording = recording
         self.control = control
         self._runner: asyncio.Task | None = None
-        self.prompt = widgets.Text("The sea at night", description="prompt", layout=_wide())
-        self.max_tokens = _number(widgets.BoundedIntText, 16, "max tokens", min=1, max=100_000)
-        self.priority = _number(widgets.IntText, 0, "priority")
-        self.n = _number(widgets.BoundedIntText, 1, "n", min=1, max=16)
-        self.target = widgets.Dropdown(description="request", layout=_narrow("220px"))
-        self.amount = _number(widgets.BoundedIntText, 4, "blocks", min=1, max=1_000_000)
         self.message = widgets.HTML()
         self.step_slider = widgets.IntSlider(description="step", min=0, max=0, layout=_wide(), continuous_update=False)
         self.view = widgets.ToggleButtons(options=list(VIEWS), value=view, style={"button_width": "auto"})
@@ -108,11 +121,8 @@ class Explorer(widgets.VBox):
                 self.step_slider.max = max(self.step_slider.max, steps[-1])
                 self.step_slider.min = steps[0]
                 self.step_slider.value = steps[-1] if followed else self.step_slider.value
-        names = list(self.recording.at().requests) if self.control else []
-        if list(self.target.options) != names:
-            chosen = self.target.value
-            self.target.options = names
-            self.target.value = chosen if chosen in names else (names[0] if names else None)
+        if self.control is not None:
+            self._offer(list(self.recording.at().requests))
         self.draw()
 
     def draw(self) -> None:
@@ -136,15 +146,25 @@ class Explorer(widgets.VBox):
             self._runner = None
 
     def shut_down(self) -> None:
-        """Stop, return blocks taken out of the pool, and close the widgets."""
+        """Stop, return blocks taken out of the pool, close the widgets, and release engine and record."""
         self.pause()
-        if self.control is not None and self.control.num_taken:
-            self.control.shrink(-self.control.num_taken)
+        control, self.control = self.control, None
+        self.recording = Recording(1, 1)  # a notebook keeps the panel, as the output of its cell
+        _open_panels.discard(self)
         self.close_all()
+        if control is not None and control.num_taken:
+            control.shrink(-control.num_taken)
 
     def close_all(self) -> None:
-        for widget in (*self.children, self):
+        for widget in list(whole(self)):
             widget.close()
+
+    def _offer(self, names: list[str]) -> None:
+        """Offer requests to fork or abort; the selected one stays selected while it is there."""
+        if list(self.target.options) != names:
+            chosen = self.target.value
+            self.target.options = names
+            self.target.value = chosen if chosen in names else (names[0] if names else None)
 
     def _figure(self, **options: Any) -> Figure:
         """The selected figure, or a placeholder before the first step."""
@@ -152,7 +172,12 @@ class Explorer(widgets.VBox):
         return make(self.recording, **options) if self.recording.steps else nothing_recorded()
 
     def _control_rows(self) -> list[widgets.Widget]:
-        control = self.control
+        self.prompt = widgets.Text("The sea at night", description="prompt", layout=_wide())
+        self.max_tokens = _number(widgets.BoundedIntText, 16, "max tokens", min=1, max=100_000)
+        self.priority = _number(widgets.IntText, 0, "priority")
+        self.n = _number(widgets.BoundedIntText, 1, "n", min=1, max=16)
+        self.target = widgets.Dropdown(description="request", layout=_narrow("220px"))
+        self.amount = _number(widgets.BoundedIntText, 4, "blocks", min=1, max=1_000_000)
         return [
             _row([self.prompt, self.max_tokens, self.priority, self.n, self._button("submit", self._submit)]),
             _row(
@@ -162,10 +187,10 @@ class Explorer(widgets.VBox):
                     self._button("pause", self.pause),
                     self.target,
                     self._button("fork", self._fork),
-                    self._button("abort", lambda: self.act(partial(control.abort, self._target()))),
+                    self._button("abort", lambda: self.act(partial(self.control.abort, self._target()))),
                     self.amount,
-                    self._button("take away", lambda: self.act(partial(control.shrink, self.amount.value))),
-                    self._button("give back", lambda: self.act(partial(control.shrink, -self.amount.value))),
+                    self._button("take away", lambda: self.act(partial(self.control.shrink, self.amount.value))),
+                    self._button("give back", lambda: self.act(partial(self.control.shrink, -self.amount.value))),
                 ]
             ),
         ]
@@ -210,6 +235,14 @@ class Explorer(widgets.VBox):
         figure = self._figure(budget=STORED_BYTES)
         words = TextView(f"explorer (run the cell for the live panel)\n{figure.text}")
         return super()._repr_mimebundle_(**kwargs) | figure._repr_mimebundle_() | {"text/plain": words}
+
+
+def whole(widget: widgets.Widget) -> Iterator[widgets.Widget]:
+    """A widget and all that ipywidgets keeps for it: its children, layouts and styles, each by itself."""
+    for part in (*getattr(widget, "children", ()), getattr(widget, "layout", None), getattr(widget, "style", None)):
+        if isinstance(part, widgets.Widget):
+            yield from whole(part)
+    yield widget
 
 
 def still(figure: Figure) -> dict[str, Any]:

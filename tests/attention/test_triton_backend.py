@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -10,18 +11,20 @@ import torch
 from engines import poisoned_llm, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batches import paged_batch
+from paged_batches import paged_batch, reference
 from tiny_models import prompt, tiny
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from labcore.attention.backend import AttentionBackend  # noqa: E402
 from labcore.attention.kernels.decode import paged_decode  # noqa: E402
-from labcore.attention.kernels.tile_sizes import DECODE, PREFILL, decode_tile, prefill_tile  # noqa: E402
+from labcore.attention.kernels.tile_sizes import DECODE, PREFILL, Tile, decode_tile, prefill_tile  # noqa: E402
 from labcore.attention.kernels.triton_mode import INTERPRETED  # noqa: E402
 from labcore.attention.select import select_backend  # noqa: E402
 from labcore.attention.torch_backend import TorchAttention  # noqa: E402
 from labcore.attention.triton_backend import MAX_SPLITS, TritonAttention, choose_splits  # noqa: E402
 from labcore.kvcache.tensors import KVCache  # noqa: E402
+from labcore.llm import LLM  # noqa: E402
 from labcore.models import from_model  # noqa: E402
 from labcore.models.layers import LayerShape  # noqa: E402
 from labcore.sampling_params import SamplingParams  # noqa: E402
@@ -200,6 +203,76 @@ def test_a_kernel_of_ones_own_takes_the_place_of_labcores():
         backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
     theirs, ours = (backend.attend(batch.cache, 0, batch.q, batch.metadata, scaling=0.25) for backend in backends)
     assert torch.equal(theirs, ours) and calls == [(2, 2, 1)]
+
+
+@pytest.mark.parametrize("splits", [0, -1, 3, 65, 128, True, 2.0, "2"])
+def test_splits_that_are_no_power_of_two_in_range_are_refused(splits):
+    with pytest.raises(ValueError, match=re.escape(f"splits is {splits!r}; it must be a power of two from 1 to 64, or None")):
+        TritonAttention(splits=splits)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 64])
+def test_splits_in_range_are_right(splits):
+    batch, backend = paged_batch([(5, 1), (30, 1)]), TritonAttention(splits=splits)
+    backend.store(batch.cache, 0, batch.k, batch.v, batch.metadata)
+    out = backend.attend(batch.cache, 0, batch.q, batch.metadata, scaling=0.25)
+    torch.testing.assert_close(out, reference(batch, scaling=0.25).float())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        *(("rows", value, "a power of two from 1 to 256") for value in (0, -16, 3, 512, True, 16.0, None)),
+        *(("keys", value, "a power of two from 16 to 256") for value in (0, 8, 24, 512, True, "64")),
+        *(("warps", value, "a power of two from 1 to 32") for value in (0, 3, 64, True)),
+        *(("stages", value, "a whole number of at least 1") for value in (0, -1, True, 1.5)),
+    ],
+)
+def test_tile_sizes_that_no_kernel_can_have_are_refused_by_name_and_range(field, value, allowed):
+    with pytest.raises(ValueError, match=re.escape(f"{field} is {value!r}; it must be {allowed}.")):
+        Tile(**{"rows": 16, "keys": 64, "warps": 4, "stages": 1} | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("tile", (16, 64, 4, 1), "tile is (16, 64, 4, 1); it must be a Tile, or None"),
+        ("kernels", {"paged_decod": paged_decode}, "kernels has 'paged_decod'; the kernels are store_kv, paged_decode, "),
+        ("kernels", {"paged_decode": print}, "kernels['paged_decode'] is <built-in function print>; it must be a kernel"),
+        ("kernels", ["paged_decode"], "kernels is ['paged_decode']; it must be a dictionary"),
+    ],
+)
+def test_backend_arguments_that_would_fail_in_the_first_step_are_refused(argument, value, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TritonAttention(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "backend", "said"),
+    [
+        ("llama", torch.float32, TritonAttention(Tile(1, 16, 4, 1)), "a tile of 1 rows is too small for 4 query heads"),
+        pytest.param(
+            "llama", torch.bfloat16, "triton", "bfloat16",
+            marks=pytest.mark.skipif(not INTERPRETED, reason="a GPU multiplies bfloat16 as it should"),
+        ),
+    ],
+)  # fmt: skip
+def test_backend_that_cannot_serve_a_model_is_refused_when_the_engine_is_made(kind, dtype, backend, said):
+    """Not in the first step, and again in each step after it."""
+    loaded = from_model(tiny(kind).to(DEVICE, dtype))
+    with pytest.raises(ValueError, match=said):
+        LLM(loaded, num_blocks=24, block_size=4, attention_backend=backend)
+
+
+class NeedsAnArgument(TritonAttention):
+    def __init__(self, splits):
+        super().__init__(splits=splits)
+
+
+@pytest.mark.parametrize("choice", [NeedsAnArgument, AttentionBackend, 3, None, object()])
+def test_backend_choices_that_are_none_are_refused_by_name(choice):
+    with pytest.raises(ValueError, match="^attention_backend is "):
+        select_backend(choice, torch.device("cpu"))
 
 
 def test_the_backend_is_chosen_by_name():

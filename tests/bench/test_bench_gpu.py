@@ -97,6 +97,33 @@ def test_what_does_not_fit_into_memory_is_named():
     assert deadline.left_out == ["decode, 2 × 40: not enough memory", "engine big: needs 28 GB of free memory"]
 
 
+@pytest.mark.parametrize("out", [".", "missing/report.json"])
+def test_report_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, out):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "gpu", "--out", out]) == 2
+    assert f"--out is {out}; it must be a file that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["gpu", "--minutes", "nan"], "--minutes: it is 'nan'; it must be a number of minutes above 0"),
+        (["gpu", "--minutes", "-1"], "--minutes"),
+        (["engine", "--rounds", "0"], "--rounds: it is '0'; it must be a whole number of at least 1"),
+        (["engine", "--requests", "-2"], "--requests"),
+        (["blocks", "--rounds", "1.5"], "--rounds"),
+        (["scheduler", "--rounds", "0"], "--rounds"),
+        (["recorder", "--requests", "0"], "--requests"),
+        (["prefix", "--rounds", "0"], "--rounds"),
+        (["chunking", "--streams", "0"], "--streams"),
+    ],
+)
+def test_bench_refuses_numbers_that_measure_nothing(capsys, command, said):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *command])
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_engines_with_random_weights_are_measured():
     (result,) = engine_results(tiny_plan(dtype=torch.float32), Deadline(5), graphs=(False,))
     assert result.model == "tiny" and len(result.rounds) == 3 and result.tokens_per_second > 0

@@ -115,7 +115,7 @@ def test_the_command_prints_every_setting_with_its_run_info(loaded, monkeypatch,
 
 def test_a_budget_that_leaves_prompts_nothing_is_refused(capsys):
     assert main(["bench", "chunking", "--streams", "10", "--budgets", "10"]) == 2
-    assert "each budget above the streams" in capsys.readouterr().err
+    assert "--budgets has 10; each must be above --streams, 10." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting", [WHOLE, "8", AUTO])

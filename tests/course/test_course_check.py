@@ -14,6 +14,7 @@ from pathlib import Path
 import mini_course
 import pytest
 
+import labcore
 from labcore.course import exercises as specs
 from labcore.course.learner.exercise import Exercise, expect_equal, expect_raises, find_exercise
 from labcore.course.learner.progress import load_progress, progress_path
@@ -175,6 +176,15 @@ def test_a_stopped_loop_leaves_no_thread_behind(attempt):
 def test_a_stopped_thread_says_nothing_on_stderr(capfd):
     run_with_timeout(lambda: LoopsForEver(4, 4).allocate(1), 0.05)
     assert capfd.readouterr().err == ""
+
+
+def test_a_learners_file_beside_the_package_is_the_learners(session, told):
+    """Its path begins as the package's does: labcore_notes.py, beside labcore/."""
+    source = "class Noted:\n  def __init__(self, *_):\n    self.allocate()\n  def allocate(self, n=0):\n    return [][n]"
+    names: dict = {}
+    exec(compile(source, f"{Path(labcore.__file__).parent}_notes.py", "exec"), names)
+    session.check("77.allocate", names["Noted"])
+    assert "it raised IndexError: list index out of range in allocate" in told[0]
 
 
 def test_an_interrupt_of_the_learner_stops_the_check_and_is_theirs_to_see():

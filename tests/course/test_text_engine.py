@@ -46,6 +46,22 @@ def test_requests_without_an_end_are_an_error(monkeypatch):
         desk.run()
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "output", "said"),
+    [
+        ("ana", "the cat", 1, "name is 'ana', which is in use"),
+        ("bo", "", 1, "text has 0 letters; with 1 to follow it must have 1 … 8."),
+        ("bo", "the cats", 2, "text has 8 letters; with 2 to follow it must have 1 … 7."),
+    ],
+)
+def test_request_that_the_desk_cannot_serve_is_refused_by_name(name, text, output, said):
+    desk = TextEngine(num_blocks=2)
+    desk.submit("ana", "the sea")
+    with pytest.raises(ValueError, match=said):
+        desk.submit(name, text, output)
+    assert list(desk.run()) == ["ana"] and desk.foreign_reads == []
+
+
 def test_the_module_needs_no_torch():
     code = "import sys, labcore.course.learner.text_engine; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,8 +9,9 @@ from tiny_models import prompt, tiny
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.kvcache.blocks import BlockPool
 from labcore.models import from_model
-from labcore.recorder import Recorder
+from labcore.recorder import Recorder, Recording
 from labcore.request import RequestStatus
+from labcore.viz import text_view
 
 
 @pytest.mark.parametrize("num_blocks", [64, 20])
@@ -34,9 +35,10 @@ def test_beams_forked_within_a_step_are_recorded_truly(num_blocks):
         {"num_blocks": 64},
         {"num_blocks": 17, "max_num_batched_tokens": 16},
         {"num_blocks": 20, "scheduling_policy": "priority", "max_num_seqs": 3},
+        {"num_blocks": 20, "scheduling_policy": "priority", "max_num_seqs": 3, "priority_aging_steps": 3},
         {"num_blocks": 20, "enable_prefix_caching": False, "enable_chunked_prefill": False},
     ],
-    ids=["roomy", "tight and chunked", "by priority", "plain"],
+    ids=["roomy", "tight and chunked", "by priority", "aging", "plain"],
 )
 def test_recorder_equals_the_engines_own_state_after_every_step(settings):
     engine = LLM(from_model(tiny("llama")), block_size=4, record=True, max_model_len=64, **settings).engine
@@ -131,3 +133,23 @@ def test_waiting_request_is_recorded_as_waiting():
     engine.step()
     assert engine.recorder.at().queues == {"waiting": ["bo"], "running": ["ana"], "swapped": []}
     assert [request.status for request in engine.scheduler.waiting] == [RequestStatus.WAITING]
+
+
+def test_aging_orders_the_recorded_queues_as_the_scheduler_does(tmp_path):
+    """Five steps of waiting are worth more than one priority number at four steps a number: old goes before urgent."""
+    settings = {"scheduling_policy": "priority", "priority_aging_steps": 4, "max_num_seqs": 1, "max_model_len": 64}
+    engine = LLM(from_model(tiny("llama")), block_size=4, num_blocks=16, record=True, **settings).engine
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine.add_request("runs", prompt(5), params)
+    engine.add_request("old", prompt(5), params, priority=1)
+    for _ in range(5):
+        engine.step()
+    engine.add_request("urgent", prompt(5), params)
+    engine.add_request("later", prompt(5), params, priority=1)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.waiting] == ["old", "urgent", "later"]
+    assert engine.recorder.at().queues == {"waiting": ["old", "urgent", "later"], "running": ["runs"], "swapped": []}
+    engine.recorder.save(tmp_path / "run.jsonl")
+    assert Recording.load(tmp_path / "run.jsonl").at(6).queues == engine.recorder.at(6).queues
+    rows = [line.split() for line in text_view(engine.recorder, figure="queues").splitlines()[1:]]
+    assert [row[2] for row in rows if row[0] == "waiting"] == ["old", "urgent", "later"]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
 
 import ipywidgets as widgets
 import pytest
@@ -210,6 +214,73 @@ def test_explorer_cell_run_again_leaves_one_panel():
     assert explore(llm()).comm is not None and second.comm is not None, "another engine has a panel of its own"
 
 
+def run_cell(monkeypatch, cell: str, execution: str) -> None:
+    """From here on code runs as if a notebook's front end had asked for this cell."""
+    parent = {"header": {"msg_id": execution}, "metadata": {"cellId": cell}}
+    monkeypatch.setattr("builtins.get_ipython", lambda: SimpleNamespace(get_parent=lambda: parent), raising=False)
+
+
+def open_widgets() -> int:
+    return len(sys.modules["ipywidgets.widgets.widget"]._instances)
+
+
+def test_widgets_of_a_closed_panel_hold_no_engine_no_pool_and_no_record():
+    """Even where the notebook keeps the panel itself, as the output of its cell."""
+    gc.collect()
+    before, made = open_widgets(), llm()
+    gone = [weakref.ref(part) for part in (made, made.engine, made.engine.pool, made.engine.recorder)]
+    panel = explore(made)
+    press = buttons(panel)
+    press["submit"].click()
+    press["step"].click()
+    panel.shut_down()
+    del made
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+    assert open_widgets() == before, "layouts and styles are widgets, too"
+    panel.shut_down()
+
+
+def test_widgets_of_a_viewer_are_all_closed():
+    gc.collect()
+    before = open_widgets()
+    recording = ToyEngine().recorder
+    gone = weakref.ref(recording)
+    panel = explore(recording)
+    panel.shut_down()
+    del recording
+    gc.collect()
+    assert open_widgets() == before and gone() is None
+
+
+def test_widgets_that_a_broken_pool_cannot_take_blocks_back_from_are_closed_all_the_same():
+    made = llm()
+    panel = explore(made)
+    buttons(panel)["take away"].click()
+    made.engine.pool.free = lambda blocks: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        explore(made)
+    assert panel.comm is None and explore(made).comm is not None
+
+
+def test_widgets_of_a_cell_that_makes_a_new_engine_free_the_one_before(monkeypatch):
+    run_cell(monkeypatch, "cell-a", "first run")
+    engine = weakref.ref((made := llm()).engine)
+    first = explore(made)
+    run_cell(monkeypatch, "cell-b", "second run")
+    elsewhere = explore(llm())
+    run_cell(monkeypatch, "cell-a", "third run")
+    made = llm()
+    one, two = explore(made), explore(llm())
+    gc.collect()
+    assert first.comm is None and engine() is None
+    assert elsewhere.comm is not None, "another cell keeps its panel"
+    assert one.comm is not None and two.comm is not None, "and so do two panels of one run"
+    one.shut_down()
+    two.shut_down()
+    elsewhere.shut_down()
+
+
 def test_explorer_without_a_kernel_is_text_and_a_figure_that_steps():
     panel = explore(llm())
     bundle = panel._repr_mimebundle_()
@@ -238,6 +309,26 @@ def test_explorer_opens_with_and_stores_the_given_view(view):
 def test_explorer_refuses_an_unknown_view():
     with pytest.raises(ValueError, match="view is 'map'; it must be one of 'block map', 'tables', 'timeline'"):
         explore(llm(), "map")
+
+
+def test_submit_and_fork_in_a_second_panel_find_names_that_are_free():
+    made = llm()
+    first = EngineControl(made)
+    first.submit("abc")
+    first.step()
+    first.fork("r1")
+    again = EngineControl(made)
+    assert again.submit("def") == "r2"
+    again.step()
+    assert EngineControl(made).fork("r1") == "r1-fork1" and EngineControl(made).fork("r1") == "r1-fork3"
+
+
+def test_submit_without_a_tokenizer_is_refused_in_plain_words():
+    made = llm()
+    made.tokenizer = None
+    panel = explore(made)
+    buttons(panel)["submit"].click()
+    assert "this model has no tokenizer" in panel.message.value
 
 
 def test_abort_ends_all_samples_of_a_prompt():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -92,10 +93,21 @@ def test_what_trace_cannot_do_it_says_in_one_line(file, capsys, arguments, messa
     assert message in error and error.count("\n") == 1 and out == ""
 
 
+def test_trace_knows_the_home_folder(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path(file).rename(tmp_path / "my run.jsonl")
+    assert main(["trace", "~/my run.jsonl", "--html=~/page.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["html"] == str(tmp_path / "page.html")
+
+
 def test_trace_never_writes_over_the_record_or_half_a_html_report(file, tmp_path, capsys):
     record = Path(file).read_bytes()
     assert main(["trace", file, "--html", file]) == 2
     assert "the record itself" in capsys.readouterr().err and Path(file).read_bytes() == record
+    for link in (os.link, os.symlink):
+        link(file, tmp_path / link.__name__)
+        assert main(["trace", file, "--html", str(tmp_path / link.__name__)]) == 2
+        assert "the record itself" in capsys.readouterr().err and Path(file).read_bytes() == record
     out = tmp_path / "run.html"
     assert main(["trace", file, "--html", str(out), "--title", "a\udcff"]) == 0, "a byte that is no text, from a shell"
     assert "<title>a?</title>" in out.read_text(encoding="utf-8")

@@ -19,6 +19,9 @@ from labcore.attention.kernels.store import store_kv
 from labcore.attention.kernels.tile_sizes import Tile
 from labcore.attention.kernels.triton_mode import triton
 
+KERNELS = ("store_kv", "paged_decode", "reduce_splits", "paged_prefill", "copy_blocks")
+"""Names of the kernels that a launch may call."""
+
 PIECE = 2048
 """Elements per program of a block copy: in 16 bits, 128 threads with two 16-byte loads each."""
 
@@ -81,8 +84,7 @@ def decode_launches(
     """Decode attention, q and out [S, Hq, D]; if `splits`, a power of two, is above 1, a second launch reduces them."""
     num_seqs, num_heads, head_dim = q.shape
     group = num_heads // k_cache.shape[2]
-    if group > tile.rows:
-        raise ValueError(f"a tile of {tile.rows} rows is too small for {group} query heads per KV head.")
+    check_rows(tile, group)
     partial, log_totals = out.unsqueeze(2), None
     if splits > 1:
         partial = torch.empty(num_seqs, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
@@ -107,6 +109,12 @@ def decode_launches(
         SPLITS=splits,
     )
     return [launch, Launch(reduce_splits, (num_seqs, num_heads), args)]
+
+
+def check_rows(tile: Tile, group: int) -> None:
+    """Raises ValueError for a decode tile with fewer rows than `group`, the query heads of one KV head."""
+    if group > tile.rows:
+        raise ValueError(f"a tile of {tile.rows} rows is too small for {group} query heads per KV head.")
 
 
 def prefill_launch(

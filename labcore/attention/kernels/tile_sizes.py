@@ -15,18 +15,31 @@ INTERPRETER = 0
 """Stands for Triton's interpreter in place of a GPU architecture."""
 
 
+def check_power_of_two(name: str, value: object, low: int, high: int, or_else: str = "") -> None:
+    """Raises ValueError that names the field and its range, unless value is a power of two from low to high."""
+    if type(value) is not int or not low <= value <= high or value & (value - 1):
+        raise ValueError(f"{name} is {value!r}; it must be a power of two from {low} to {high}{or_else}.")
+
+
 @dataclass(frozen=True)
 class Tile:
     """A tile of rows × keys scores, computed by `warps` warps with `stages` software pipeline stages (Triton's num_stages).
 
     A load of K or V depends on a load of block ids, which takes a stage of its own: 3 stages prefetch one tile of K
-    and V, 5 stages two.
+    and V, 5 stages two. Raises ValueError for sizes that no kernel can have: tensor cores take keys by 16.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+
+    def __post_init__(self) -> None:
+        check_power_of_two("rows", self.rows, 1, 256)
+        check_power_of_two("keys", self.keys, 16, 256)
+        check_power_of_two("warps", self.warps, 1, 32)
+        if type(self.stages) is not int or self.stages < 1:
+            raise ValueError(f"stages is {self.stages!r}; it must be a whole number of at least 1.")
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,21 @@ from pathlib import Path
 import torch
 
 from labcore.attention.backend import AttentionMetadata
-from labcore.attention.kernels.launch import Launch, ScoreOptions, copy_launch, decode_launches, prefill_launch, store_launch
+from labcore.attention.kernels.launch import (
+    KERNELS,
+    Launch,
+    ScoreOptions,
+    copy_launch,
+    decode_launches,
+    prefill_launch,
+    store_launch,
+)
 from labcore.attention.kernels.tile_sizes import decode_tile, prefill_tile
 from labcore.attention.kernels.triton_mode import triton
 from labcore.attention.offline_compile.cubin import build, cuobjdump
 from labcore.attention.offline_compile.gpus import TARGETS, programs_per_processor, target_of
 from labcore.files.output_file import output_file, refuse_foreign_file
 
-KERNELS = ("store_kv", "paged_decode", "reduce_splits", "paged_prefill", "copy_blocks")
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (64, 80, 128, 256)
 

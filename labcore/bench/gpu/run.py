@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from labcore.bench.arguments import minutes
 from labcore.files.output_file import output_file, refuse_foreign_file
 
 NO_GPU = 3
@@ -27,7 +29,7 @@ GOAL_SHARE = 0.85
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `labcore bench gpu`."""
     parser = subparsers.add_parser("gpu", help="kernels and engine on an NVIDIA GPU, in at most 8 minutes")
-    parser.add_argument("--minutes", type=float, default=8.0, help="budget for everything together")
+    parser.add_argument("--minutes", type=minutes, default=8.0, help="budget for everything together")
     parser.add_argument("--tune", action="store_true", help="try other tiles at batch 64 × 4096, too")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON to a file")
@@ -35,6 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    out = None if args.out is None else args.out.expanduser()
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        raise ValueError(f"--out is {args.out}; it must be a file that can be written, in a folder that exists.")
     if reason := why_not():
         print(json.dumps({"benchmark": "gpu", "device": None, "reason": reason}) if args.json else reason)
         return NO_GPU
@@ -46,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json else print
     report = {"benchmark": "gpu", **device_info(), **measure(gpu_plan(), Deadline(args.minutes), say, args.tune)}
     text = json.dumps(report, indent=1)
-    if args.out:
-        with output_file(args.out, is_report, "a report of this benchmark") as file:
+    if out is not None:
+        with output_file(out, is_report, "a report of this benchmark") as file:
             file.write(text + "\n")
     if args.json:
         print(text)

@@ -12,7 +12,8 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,28 @@ class MalformedNotebook(ValueError):
 
 
 class CellFailed(RuntimeError):
-    """A cell raised while its notebook was executed."""
+    """A notebook was not executed to its end; the message names the cell and the reason."""
+
+
+class RunStopped(RuntimeError):
+    """A cell ended the run of its notebook: it raised, it took too long, or its kernel died.
+
+    number   the cell's place among all cells, counted from 1 as a person would
+    reason   in one line
+    """
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(f"cell {number}: {reason}")
+        self.number = number
+        self.reason = reason
+
+
+class CellInterrupted(KeyboardInterrupt):
+    """Ctrl-C was pressed while cell `number` was running."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 def read_notebook(path: Path) -> NotebookNode:
@@ -97,14 +119,14 @@ def run_notebook(path: Path) -> float:
     """Execute a notebook in place, top to bottom in a fresh kernel in its own folder; return the seconds it took.
 
     The file is written only if every cell ran, in canonical form. Raises CellFailed with the cell's number and error, or
-    if the file was saved meanwhile. Needs nbclient (`pip install labcore[test]`).
+    if the file was saved meanwhile.
     """
     notebook, before = read_notebook(path), path.read_bytes()
     started = time.perf_counter()
     try:
         execute(notebook, path.parent)
-    except Exception as error:  # a cell raised, the kernel died, a cell took too long
-        raise CellFailed(f"{path.name}{_failed_cell(notebook)}: {_reason(error)}") from error
+    except RunStopped as error:
+        raise CellFailed(f"{path.name}, {error}") from error
     elapsed = time.perf_counter() - started
     if path.read_bytes() != before:
         raise CellFailed(f"{path.name} was edited while it ran; the edit was kept, the outputs were not — run it again.")
@@ -112,28 +134,42 @@ def run_notebook(path: Path) -> float:
     return elapsed
 
 
-def execute(notebook: NotebookNode, folder: Path, *, allow_errors: bool = False, progress: str = "off") -> None:
-    """Run the cells of `notebook` in place, in a fresh kernel in `folder`; `progress` is its LABCORE_PROGRESS."""
-    from nbclient import NotebookClient
+def execute(
+    notebook: NotebookNode,
+    folder: Path,
+    *,
+    allow_errors: bool = False,
+    limit: float = RUN_LIMIT_SECONDS,
+    progress: str = "off",
+) -> None:
+    """Run the cells of `notebook` in place, in a fresh kernel in `folder`. Needs nbclient.
 
-    client = NotebookClient(
-        notebook,
-        timeout=RUN_LIMIT_SECONDS,
-        kernel_name=KERNELSPEC["name"],
-        allow_errors=allow_errors,
-        record_timing=False,
-        store_widget_state=False,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    with _environment(LABCORE_PROGRESS=progress):
-        client.execute()
+    allow_errors   go on after a cell that raises
+    limit          seconds that one cell may take
+    progress       the kernel's LABCORE_PROGRESS
+    Raises RunStopped for a cell that raised, took longer than the limit, wrote more than 10 MB, or ended its kernel;
+    CellInterrupted on Ctrl-C; RuntimeError if there is no kernel to be had. The kernel has ended afterwards.
+    """
+    try:
+        from labcore.course.kernel import INTERRUPTED, CellStopped, Kernel, ctrl_c_calls
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"running a notebook needs {error.name} — pip install nbclient ipykernel.") from error
 
-
-def _failed_cell(notebook: NotebookNode) -> str:
-    for number, cell in code_cells(notebook):
-        if any(output.output_type == "error" for output in cell.outputs):
-            return f", cell {number}"
-    return ""
+    kernel = Kernel(notebook, folder, KERNELSPEC["name"], limit, allow_errors)
+    with _environment(LABCORE_PROGRESS=progress), ctrl_c_calls(partial(kernel.stop, INTERRUPTED)), ExitStack() as stack:
+        try:
+            stack.enter_context(kernel.setup_kernel())
+        except Exception as error:  # KeyError where Jupyter knows no such kernel, OSError, RuntimeError, …
+            raise RuntimeError(f"no Jupyter kernel could be started ({error}) — see labcore doctor.") from error
+        for number, cell in enumerate(notebook.cells, 1):
+            try:
+                kernel.execute_cell(cell, number - 1, execution_count=kernel.code_cells_executed + 1)
+            except CellStopped as error:
+                if kernel.stopped == INTERRUPTED:
+                    raise CellInterrupted(number) from None
+                raise RunStopped(number, str(error)) from error
+            except Exception as error:
+                raise RunStopped(number, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_NOT_THEIRS = tuple(
-    {str(Path(__file__).parents[2]), "<frozen"}
-    | {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_FOLDERS = {str(Path(__file__).parents[2])} | {
+    sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+}
+_NOT_THEIRS = ("<frozen", *(folder + os.sep for folder in _FOLDERS))
 
 
 def locate_error(error: BaseException) -> str:

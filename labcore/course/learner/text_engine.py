@@ -71,8 +71,16 @@ class TextEngine:
         self.computed = 0
 
     def submit(self, name: str, text: str, output: int = 1) -> Request:
-        """Queue a text of which `output` more letters are to be generated."""
+        """Queue a text of which `output` more letters are to be generated.
+
+        Raises ValueError, and queues nothing, for a name in use, and a text that is empty or that the pool can't hold.
+        """
         params = SamplingParams(max_tokens=output)
+        if name in self.requests:
+            raise ValueError(f"name is {name!r}, which is in use; give each unfinished text a name of its own.")
+        room = self.pool.num_blocks * self.pool.block_size - output + 1  # the last letter needs no KV
+        if not 1 <= len(text) <= room:
+            raise ValueError(f"text has {len(text)} letters; with {output} to follow it must have 1 … {room}.")
         request = Request(name, [ord(letter) for letter in text], params, len(self.submitted), output, seed=0)
         self.requests[name] = request
         self.submitted.append(request)
