@@ -160,7 +160,7 @@ def modules(requirements: list[str]) -> set[str]:
 
 def test_what_the_package_imports_is_declared():
     extras = PROJECT["optional-dependencies"]
-    known = modules(PROJECT["dependencies"] + extras["lab"]) | {"jupyter_client", "nbclient", "labcore"}
+    known = modules(PROJECT["dependencies"] + extras["lab"]) | {"jupyter_client", "jupyter_core", "nbclient", "labcore"}
     known |= {"flash_attn", "flashinfer"}  # rivals of the kernels, measured on a GPU machine that has them
     foreign = {n: file for n, file in imported("labcore").items() if n not in sys.stdlib_module_names | known}
     assert foreign == {}
