@@ -135,6 +135,7 @@ class HashedPrefixCache(PrefixCache):
             cached = self._find(key, content, parent) or self._remember(CachedBlock(key, content, parent, depth=i))
             cached.blocks[request.table.blocks[i]] = None
             self._by_block[request.table.blocks[i]] = cached
+            self._correct_last_match(cached)
             chain.append(cached)
 
     def forget(self, blocks: Sequence[int]) -> None:
@@ -167,12 +168,12 @@ class HashedPrefixCache(PrefixCache):
             self._last_request, self._last_chain, self._last_blocks = request, [], []
         return self._last_chain, self._last_blocks
 
-    def _correct_last_match(self, evicted: CachedBlock) -> None:
-        """A block of `evicted` is gone: an equal one takes its place in the last match, or the match ends before it."""
-        depth, chain = evicted.depth, self._last_chain
-        if depth < len(chain) and chain[depth] is evicted:
-            if evicted.blocks:
-                self._last_blocks[depth] = evicted.block
+    def _correct_last_match(self, changed: CachedBlock) -> None:
+        """Blocks of `changed` were added or evicted: the last match takes the newest, or ends before it if none is left."""
+        depth, chain = changed.depth, self._last_chain
+        if depth < len(chain) and chain[depth] is changed:
+            if changed.blocks:
+                self._last_blocks[depth] = changed.block
             else:
                 del chain[depth:], self._last_blocks[depth:]
 
