@@ -201,15 +201,15 @@ def a_run_that_is_over_takes_a_prompt_more(page) -> None:
 
 
 def bo_and_his_twin_part(page) -> None:
-    expect_words(page, r"step 21   2 tables list 4 blocks; 3 different ones, 1 shared")
+    expect_words(page, r"step 5   2 tables list 4 blocks; 3 different ones, 1 shared")
     press(page, "fork")
     page.get_by_text("forked; both own the same blocks").wait_for()
     press(page, "step")
-    expect_words(page, r"step 22   3 tables list 6 blocks; 4 different ones, 1 shared\n.*bo .*\n.*twin .*\n.*bo-fork1 ")
-    page.locator(".js-plotly-plot .gtitle").filter(has_text="step 22   3 tables list 6 blocks").wait_for()
+    expect_words(page, r"step 6   3 tables list 6 blocks; 4 different ones, 1 shared\n.*bo .*\n.*twin .*\n.*bo-fork1 ")
+    page.locator(".js-plotly-plot .gtitle").filter(has_text="step 6   3 tables list 6 blocks").wait_for()
     press(page, "abort")
     press(page, "step")
-    expect_words(page, r"step 23   2 tables list 6 blocks; 5 different ones, 1 shared\n.*twin .*\n.*bo-fork1 ")
+    expect_words(page, r"step 7   2 tables list 6 blocks; 5 different ones, 1 shared\n.*twin .*\n.*bo-fork1 ")
 
 
 EXPLORERS = {
