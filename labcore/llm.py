@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from labcore.attention.backend import AttentionBackend
 from labcore.attention.select import select_backend
 from labcore.config import EngineConfig
-from labcore.engine.build import make_engine
+from labcore.engine.build import build_engine
 from labcore.engine.engine import Params
 from labcore.engine.signals import interruptible
 from labcore.engine.validation import check_text
@@ -64,7 +64,7 @@ class LLM:
             loaded = model
         else:
             loaded = load(model, config.device, config.dtype, config.trust_remote_code)
-        self.engine = make_engine(
+        self.engine = build_engine(
             config,
             loaded,
             backend=select_backend(attention_backend, loaded.model.device),

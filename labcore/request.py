@@ -1,7 +1,7 @@
-"""A request on its way through the engine: its tokens, its block table, and how far it has been computed.
+"""A request in the engine: its tokens, its block table, and how many tokens are computed.
 
-There is no prefill phase and no decode phase. A request owns `num_tokens` tokens, of which `num_computed_tokens` have
-their KV in the pool; every step lets it catch up a little, and when it has caught up it gains one token more.
+There is no prefill phase and no decode phase. A request has `num_tokens` tokens, of which `num_computed_tokens` have their
+KV in the pool. Each step computes some of the others; when none is left, the next token is sampled.
 
     prompt            output
     ┌───────────────┐┌──────┐
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """A request is in exactly one of these; `Engine.check_integrity` holds the engine to it."""
+    """A request is in exactly one of these states; `Engine.check_integrity` checks it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -33,15 +33,16 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence of tokens. What a caller asks with n > 1 is served as n of these: one leads, n - 1 follow it.
+    """One sequence of tokens. A call with n > 1 makes n of these: a prompt owner, and n - 1 siblings that share its prompt.
 
-    arrival       position in the order of arrival; a preempted request keeps it, and so keeps its place
-    birth         order among the beams of one search, which share their arrival
+    arrival       position in the order of arrival; a preempted request keeps it
+    beam_id       order among the beams of one search, which share their arrival
     arrival_step  scheduler step in which it was queued
     max_tokens    most output tokens, already cut to what max_model_len leaves
     seed          resolved: the request's own, or one derived from the engine's
     cache_salt    prefixes are shared only between requests with the same salt
-    block_identities, prefix_chain   what the prefix cache knows of it; nobody else looks at them
+    prompt_owner  id of the request that computes this one's prompt, while it waits for that
+    block_hashes, cached_chain   the prefix cache's own: (hash, content) of its full blocks, and those found or registered
     """
 
     request_id: str
@@ -59,14 +60,15 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     arrival_step: int = 0
-    birth: int = 0
+    beam_id: int = 0
     num_computed_tokens: int = 0
     table: BlockTable | None = None
+    prompt_owner: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None
-    block_identities: list[tuple[bytes, bytes]] = field(default_factory=list, repr=False)
-    prefix_chain: list[Any] = field(default_factory=list, repr=False)
+    block_hashes: list[tuple[bytes, bytes]] = field(default_factory=list, repr=False)
+    cached_chain: list[Any] = field(default_factory=list, repr=False)
     metrics: RequestMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,9 +92,9 @@ class Request:
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - split)]
 
     def fork(self, request_id: str, **own: Any) -> Request:
-        """A request with the same tokens so far, and in all else like this one but for `own` and for what it holds.
+        """A request with the same tokens so far and, but for `own`, the same parameters.
 
-        It holds nothing yet: blocks and a place in the queue are `Scheduler.fork`'s to give.
+        It has no blocks and is in no queue: that is up to `Scheduler.fork`.
         """
         return replace(
             self,
@@ -101,9 +103,10 @@ class Request:
             output_token_ids=list(self.output_token_ids),
             num_computed_tokens=0,
             table=None,
+            prompt_owner=None,
             num_cached_tokens=0,
             num_preemptions=0,
-            block_identities=[],
-            prefix_chain=[],
+            block_hashes=[],
+            cached_chain=[],
             **own,
         )

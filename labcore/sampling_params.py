@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from typing import ClassVar
 
 MAX_N = 4096
 """Most sequences of one prompt. Each is a request of its own, so a mistyped n could exhaust memory."""
@@ -54,6 +55,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+
+    is_search: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checked = {
@@ -106,6 +109,8 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     ignore_eos: bool = False
     temperature: float = 0.0
+
+    is_search: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked = {

@@ -106,7 +106,7 @@ def look_up(rounds: int = 7) -> dict[str, float]:
         owner.table = BlockTable(BlockPool(PROMPT_TOKENS // BLOCK_SIZE, BLOCK_SIZE))
         owner.table.append(PROMPT_TOKENS)
         owner.num_computed_tokens = PROMPT_TOKENS
-        times["publish"].append(seconds(cache.publish, owner))
+        times["publish"].append(seconds(cache.cache_full_blocks, owner))
         times["first"].append(seconds(cache.match, reader))
         times["again"].append(seconds(cache.match, reader))
     return {name: round(1000 * min(values), 2) for name, values in times.items()}
@@ -130,14 +130,14 @@ class TimedCache(HashedPrefixCache):
         self.spent += time.perf_counter() - start
         return found
 
-    def publish(self, request: Request) -> None:
+    def cache_full_blocks(self, request: Request) -> None:
         start = time.perf_counter()
-        super().publish(request)
+        super().cache_full_blocks(request)
         self.spent += time.perf_counter() - start
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: Sequence[int]) -> None:
         start = time.perf_counter()
-        super().forget(blocks)
+        super().evict(blocks)
         self.spent += time.perf_counter() - start
 
 

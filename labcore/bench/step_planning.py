@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from labcore.bench.arguments import at_least_one
 from labcore.bench.run_info import run_info
 from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import NoPrefixCache
 from labcore.request import Request
 from labcore.sampling_params import SamplingParams
@@ -59,11 +60,10 @@ def saturated_scheduler(policy: Policy, num_running: int, num_waiting: int, room
     """A scheduler with all slots taken by decoding requests, and blocks for `room` more tokens each."""
     blocks_each = -(-(PROMPT_TOKENS + room + 1) // BLOCK_SIZE)
     scheduler = Scheduler(
-        BlockPool(num_running * (blocks_each + 2), BLOCK_SIZE),
+        KVCacheManager(BlockPool(num_running * (blocks_each + 2), BLOCK_SIZE), NoPrefixCache(BLOCK_SIZE)),
         max_num_seqs=num_running,
         max_num_batched_tokens=num_running * PROMPT_TOKENS,
         chunking=WholePrompts(num_running),
-        prefix_cache=NoPrefixCache(BLOCK_SIZE),
         preemption=Recompute(),
         policy=policy,
     )
@@ -81,7 +81,7 @@ def timed_step(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     scheduled = scheduler.schedule().num_scheduled_tokens
     for request in scheduler.running:
-        scheduler.computed(request, scheduled[request.request_id])
+        scheduler.commit(request, scheduled[request.request_id])
     seconds = time.perf_counter() - start
     for request in scheduler.running:
         request.output_token_ids.append(0)

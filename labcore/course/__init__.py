@@ -28,7 +28,7 @@ names the class, each later one the methods that it adds:
         def allocate(self, n: int) -> list[int]:
             ...
 
-    # labcore: kvcache.blocks.BlockPool.fork, .refcount, .is_writable
+    # labcore: kvcache.blocks.BlockPool.share, .refcount, .is_writable
     class BlockPool(BlockPool):                                     # NEW
         ...
 
@@ -61,9 +61,9 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
     Bo forks: two children share his half-filled block. …
     *Spec:* …
 
-    # labcore: kvcache.blocks.BlockTable.writable_tail
+    # labcore: kvcache.blocks.BlockTable.copy_on_write
     class BlockTable(BlockTable):                                   # NEW
-        def writable_tail(self) -> tuple[int, int] | None:
+        def copy_on_write(self) -> tuple[int, int] | None:
             \"\"\"…\"\"\"
             ### BEGIN SOLUTION
             …

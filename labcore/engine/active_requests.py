@@ -1,52 +1,51 @@
-"""The names of those who are being served, and what stands behind each.
+"""Active requests: maps request ids to groups, and sequence ids to requests.
 
-    "r"            what one caller asked for            groups["r"]         the group that answers it
-    "r/0", "r/1"   the sequences that are computed      requests["r/0"]     the sequence
-                                                        owners["r/0"]       its group, the one of "r"
+    "r"            one caller's request      groups["r"]         its group
+    "r/0", "r/1"   its sequences             requests["r/0"]     the sequence
+                                             owners["r/0"]       its group, the one of "r"
 
-A caller with one continuation has one name for both.
+With one sequence, "r" names both. A beam search forks new sequences as it goes on, so all names "r/…" are its own.
 """
 
 from __future__ import annotations
 
-from labcore.engine.beams import BeamGroup
 from labcore.engine.completions import CompletionGroup
-from labcore.engine.request_group import Group
+from labcore.engine.request_group import RequestGroup, sequence_ids
 from labcore.request import Request
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 
 
-class Registry:
-    """Who is served. groups: by the caller's id, in order of arrival; requests and owners: by the sequence's."""
+class ActiveRequests:
+    """groups: by request id, in order of arrival. requests, owners: by sequence id."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, RequestGroup] = {}
         self.requests: dict[str, Request] = {}
-        self.owners: dict[str, Group] = {}
+        self.owners: dict[str, RequestGroup] = {}
 
-    def enter(self, request: Request, group: Group) -> None:
-        """A sequence is served from here on, for `group`."""
+    def add(self, request: Request, group: RequestGroup) -> None:
+        """Add a sequence of `group`."""
         self.requests[request.request_id] = request
         self.owners[request.request_id] = group
 
-    def leave(self, request: Request) -> None:
-        """It is served no more, if it ever was, and its name is free."""
+    def remove(self, request: Request) -> None:
+        """Remove a sequence, if it is there. Its id may be used again."""
         self.requests.pop(request.request_id, None)
         self.owners.pop(request.request_id, None)
 
-    def group(self, request_id: str) -> Group:
-        """What a caller asked for under this id. Raises ValueError if nothing that is still served."""
+    def group(self, request_id: str) -> RequestGroup:
+        """The group of a request id. Raises ValueError if there is none, or none any more."""
         group = self.groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
             raise self._not_served(request_id)
         return group
 
     def forkable(self, request_id: str) -> tuple[CompletionGroup, Request]:
-        """The one sequence that an id names, with its group. Raises ValueError if no other can begin with its text."""
+        """The one sequence that an id names, with its group. Raises ValueError if it can't be forked."""
         if not isinstance(request_id, str) or not (request_id in self.owners or request_id in self.groups):
             raise self._not_served(request_id)
         group = self.owners.get(request_id) or self.groups[request_id]
-        if isinstance(group, BeamGroup):
+        if not group.can_fork:
             raise ValueError(f"request_id {request_id!r} is a beam search, which forks its beams itself; fork a sampled one.")
         if request_id not in self.requests:
             names = ", ".join(repr(request.request_id) for request in group.requests)
@@ -54,25 +53,20 @@ class Registry:
         return group, self.requests[request_id]
 
     def check_unused(self, field: str, request_id: str, params: SamplingParams | BeamSearchParams) -> None:
-        """Raises ValueError, with the name of the field, if the request needs a name that another one has."""
+        """Raises ValueError, with the name of the field, if the request needs an id that is in use."""
         taken = self._name_in_use(request_id, params)
         if taken is not None:
             raise ValueError(f"{field} {taken!r} is in use; give each unfinished request an id of its own.")
 
     def _name_in_use(self, request_id: str, params: SamplingParams | BeamSearchParams) -> str | None:
-        """A name that the request needs and another one has. "r" with n = 2 needs "r/0" and "r/1", beams need all "r/…"."""
-        searched = isinstance(params, BeamSearchParams)
-        for name in [request_id] if searched else [request_id, *sequence_ids(request_id, params)]:
+        """An id that the request needs and another one has. "r" with n = 2 needs "r/0" and "r/1", a search needs all "r/…"."""
+        for name in [request_id] if params.is_search else [request_id, *sequence_ids(request_id, params.n)]:
             if name in self.groups or name in self.requests:
                 return name
         above = [request_id[:i] for i, letter in enumerate(request_id) if letter == "/"]
-        below = [name for name in self.groups if name.startswith(f"{request_id}/")] if searched else []
-        return next((n for n in [*above, *below] if n in below or isinstance(self.groups.get(n), BeamGroup)), None)
+        below = [name for name in self.groups if name.startswith(f"{request_id}/")] if params.is_search else []
+        owning = [name for name in above if name in self.groups and not self.groups[name].can_fork]
+        return next(iter([*owning, *below]), None)
 
     def _not_served(self, request_id: object) -> ValueError:
         return ValueError(f"request_id {request_id!r} is not being served; {len(self.groups)} requests are.")
-
-
-def sequence_ids(request_id: str, params: SamplingParams) -> list[str]:
-    """Ids of the n sequences that serve a request: its own if there is one, else its own and their number."""
-    return [request_id] if params.n == 1 else [f"{request_id}/{k}" for k in range(params.n)]

@@ -1,4 +1,4 @@
-"""Puts the parts of an engine together: labcore's own, or yours in place of any of them."""
+"""Assembly: builds an engine from its parts, labcore's own or those that a caller plugs in."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from labcore.config import EngineConfig
 from labcore.engine.engine import Engine
 from labcore.engine.model_runner import ModelRunner
 from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache, PrefixCache
 from labcore.kvcache.sizing import available_memory, bytes_per_block, check_memory, memory_budget, pool_size
 from labcore.kvcache.tensors import KVCache
@@ -27,7 +28,7 @@ from labcore.scheduler.scheduler import Scheduler
 Part = TypeVar("Part")
 
 
-def make_engine(
+def build_engine(
     config: EngineConfig,
     loaded: LoadedModel,
     *,
@@ -38,12 +39,13 @@ def make_engine(
     preemption: Preemption | type[Preemption] | None = None,
     chunking: ChunkPolicy | type[ChunkPolicy] | None = None,
 ) -> Engine:
-    """Put the parts of an engine together. A part is a class, which is called here, or an instance, taken as it is.
+    """Build an engine. A pluggable part is a class, which is called here, or an instance, which is used as it is.
 
     A BlockPool class is called with (num_blocks, block_size), a PrefixCache class with (block_size), a Scheduler class with
-    the pool and the keywords of labcore's, the others with nothing.
+    a KVCacheManager and the keywords of labcore's, the others without arguments.
+    Raises ValueError for a part that lacks a method, and for settings that the model, the device or the memory can't meet.
     """
-    refuse_unbuilt(config)
+    reject_unimplemented(config)
     for name, part, base in (
         ("block_pool", block_pool, BlockPool),
         ("scheduler", scheduler, Scheduler),
@@ -54,20 +56,19 @@ def make_engine(
         check_part(name, part, base)
     backend.validate(loaded.layers, loaded.model.dtype, loaded.model.device)
     config, pool = resolve_pool(config, loaded, block_pool)
-    cache = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
-    prefixes = built(chosen(prefix_cache, default_prefix_cache(config)), pool.block_size)
-    policy = make_policy(config)
-    planner = chosen(scheduler, Scheduler)(
-        pool,
+    tensors = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
+    cache = instantiate(or_default(prefix_cache, default_prefix_cache(config)), pool.block_size)
+    policy = build_policy(config)
+    planner = or_default(scheduler, Scheduler)(
+        KVCacheManager(pool, cache),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_step_tokens,
-        chunking=built(chosen(chunking, default_chunking(config))),
-        prefix_cache=prefixes,
-        preemption=built(chosen(preemption, Recompute)),
+        chunking=instantiate(or_default(chunking, default_chunking(config))),
+        preemption=instantiate(or_default(preemption, Recompute)),
         policy=policy,
     )
-    recorder = make_recorder(config, loaded, pool, prefixes, policy) if config.record else None
-    runner = ModelRunner(loaded, cache, backend)
+    recorder = build_recorder(config, loaded, pool, cache, policy) if config.record else None
+    runner = ModelRunner(loaded, tensors, backend)
     if config.cuda_graphs:
         check_graphs(backend, runner.device)
         runner.use_graphs(config.max_num_seqs, config.max_model_len)
@@ -77,7 +78,7 @@ def make_engine(
 def resolve_pool(
     config: EngineConfig, loaded: LoadedModel, block_pool: BlockPool | type[BlockPool] | None
 ) -> tuple[EngineConfig, BlockPool]:
-    """The block pool, and the config with `num_blocks`, `block_size` and `max_model_len` as they turned out."""
+    """The block pool, and the config with `num_blocks`, `block_size` and `max_model_len` resolved."""
     longest = config.max_model_len or loaded.max_positions
     if longest > loaded.max_positions:
         raise ValueError(
@@ -93,14 +94,14 @@ def resolve_pool(
         per_block = bytes_per_block(loaded.layers, config.block_size, loaded.model.dtype.itemsize)
         num_blocks = config.num_blocks or pool_size(config, per_block, memory_budget(config, loaded.model), longest)
         check_memory(num_blocks, per_block, available_memory(loaded.model.device))
-        pool = chosen(block_pool, BlockPool)(num_blocks, config.block_size)
+        pool = or_default(block_pool, BlockPool)(num_blocks, config.block_size)
     if config.max_model_len is None:
         longest = min(longest, pool.num_blocks * pool.block_size + 1)  # the last token needs no KV
     return replace(config, num_blocks=pool.num_blocks, block_size=pool.block_size, max_model_len=longest), pool
 
 
 def check_part(name: str, part: object, base: type) -> None:
-    """Raises ValueError for a part that lacks a public method of labcore's own. It need not be derived from it."""
+    """Raises ValueError for a part that lacks a public method of `base`. It need not be a subclass."""
     missing = [
         method
         for method, value in vars(base).items()
@@ -110,8 +111,8 @@ def check_part(name: str, part: object, base: type) -> None:
         raise ValueError(f"{name} is {part!r}; it must be a {base.__name__} or have its methods: {', '.join(missing)} missing.")
 
 
-def refuse_unbuilt(config: EngineConfig) -> None:
-    """Settings of the contract whose part is still to come are refused, never ignored."""
+def reject_unimplemented(config: EngineConfig) -> None:
+    """Settings whose part is not implemented yet are rejected, never ignored."""
     if config.preemption_mode == "swap" or config.num_host_blocks:
         raise ValueError("preemption_mode 'swap' and num_host_blocks come with notebook 07; use 'recompute' and 0 for now.")
     if config.kv_cache_dtype != "auto":
@@ -119,14 +120,14 @@ def refuse_unbuilt(config: EngineConfig) -> None:
 
 
 def check_graphs(backend: AttentionBackend, device: torch.device) -> None:
-    """CUDA graphs record a GPU's work, and the torch backend makes the host wait for the GPU, which no graph can hold."""
+    """Raises ValueError if no CUDA graph can be captured: without a GPU, or with the torch backend, which synchronises."""
     if device.type != "cuda" or isinstance(backend, TorchAttention):
         raise ValueError(
             f"cuda_graphs is True with {type(backend).__name__} on {device.type}; it needs the Triton backend on cuda."
         )
 
 
-def make_policy(config: EngineConfig) -> Policy:
+def build_policy(config: EngineConfig) -> Policy:
     """The scheduling policy of that name."""
     if config.scheduling_policy == "priority":
         return PriorityWithAging(config.priority_aging_steps)
@@ -144,33 +145,33 @@ def default_chunking(config: EngineConfig) -> ChunkPolicy:
 
 
 def default_budget(config: EngineConfig) -> AdaptiveBudget | None:
-    """What finds the token budget under max_num_batched_tokens="auto"; None where it is a number."""
+    """The adaptive token budget of max_num_batched_tokens="auto"; None if it is a number."""
     if config.max_num_batched_tokens != "auto":
         return None
     return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.max_step_tokens)
 
 
-def make_recorder(
-    config: EngineConfig, loaded: LoadedModel, pool: BlockPool, prefixes: PrefixCache, policy: Policy
+def build_recorder(
+    config: EngineConfig, loaded: LoadedModel, pool: BlockPool, cache: PrefixCache, policy: Policy
 ) -> Recorder:
-    """A flight recorder that knows the pool's shape, the prefix cache, the scheduler's order and the tokens' text."""
+    """A flight recorder for this pool, prefix cache, policy and tokenizer."""
     return Recorder(
         pool.num_blocks,
         pool.block_size,
         num_host_blocks=config.num_host_blocks,
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
-        hash_of=prefixes.hash_of,
-        sort_key=policy.entitlement,
+        hash_of=cache.hash_of,
+        sort_key=policy.sort_key,
         decode=None if loaded.tokenizer is None else loaded.tokenizer.decode,
     )
 
 
-def chosen(part: Part | None, default: Part) -> Part:
-    """The part that was given, if one was. An empty cache of one's own is as good as any: not `part or default`."""
+def or_default(part: Part | None, default: Part) -> Part:
+    """The part, or the default if it is None. Not `part or default`: an empty cache with a length of 0 is a part."""
     return default if part is None else part
 
 
-def built(part: Part | type[Part], *arguments: object) -> Part:
-    """A part as an instance: a class is called, an instance taken as it is."""
+def instantiate(part: Part | type[Part], *arguments: object) -> Part:
+    """A part as an instance: a class is called, an instance is used as it is."""
     return part(*arguments) if isinstance(part, type) else part

@@ -1,19 +1,21 @@
-"""n continuations of one prompt: from drawn tokens to text, log-probabilities, and the moment when each is done."""
+"""n completions of one prompt: sampled tokens become text, log-probabilities and, in the end, a finish reason."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from labcore.engine.request_group import Change, Group
+from labcore.engine.request_group import GroupUpdate, RequestGroup, sequence_ids
+from labcore.models import LoadedModel
 from labcore.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from labcore.request import Request
 from labcore.sampling.detokenizer import Detokenizer
 from labcore.sampling.sampler import SampledToken
+from labcore.sampling_params import SamplingParams
 
 
 class Completion:
-    """One growing continuation: the request that computes it and the text that it has become so far."""
+    """One completion: the request that computes it, and its text so far."""
 
     def __init__(self, index: int, request: Request, detokenizer: Detokenizer) -> None:
         self.request = request
@@ -23,9 +25,9 @@ class Completion:
             self.output.cumulative_logprob, self.output.logprobs = 0.0, []
 
     def append(self, token: SampledToken, eos_token_ids: Collection[int], now: float) -> str | None:
-        """Take one more token in. Returns the finish reason if it is the last one.
+        """Append a sampled token. Returns the finish reason if it is the last one.
 
-        If the tokenizer raises, the token and its log-probability are in, and the text is what it was before.
+        If the tokenizer raises, the token and its log-probability are appended, and the text is as before.
         """
         request, output = self.request, self.output
         request.output_token_ids.append(token.token_id)
@@ -39,13 +41,13 @@ class Completion:
             self.detokenizer.append(token.token_id)
         reason = self._finish_reason(ended)
         if reason is not None:
-            self.show_rest()
+            self.flush()
             self.end(reason, now)
         output.text = self.detokenizer.text
         return reason
 
-    def show_rest(self) -> None:
-        """No more tokens come: what the text held back is shown."""
+    def flush(self) -> None:
+        """No more tokens come: release the text that was held back for a stop string or half a character."""
         self.detokenizer.finish()
         self.output.text = self.detokenizer.text
 
@@ -54,7 +56,7 @@ class Completion:
         self.request.metrics.finished_time = now
 
     def fork(self, child: Request) -> Completion:
-        """A continuation that says what this one has said so far, and goes on by itself. child: computes it."""
+        """A completion with this one's tokens and text so far. child: the request that computes it from here on."""
         forked = Completion(0, child, self.detokenizer.fork())
         forked.output = replace(self.snapshot(), index=0, token_ids=child.output_token_ids)
         return forked
@@ -75,8 +77,23 @@ class Completion:
         return "length" if len(self.request.output_token_ids) >= self.request.max_tokens else None
 
 
-class CompletionGroup(Group):
-    """The first request leads: it computes the prompt, and the others follow with its blocks."""
+class CompletionGroup(RequestGroup):
+    """n completions. The first request is the prompt owner; its siblings share the prompt's blocks once it is computed."""
+
+    @classmethod
+    def create(
+        cls, request_id: str, params: SamplingParams, new_request: Callable[[str, int], Request], loaded: LoadedModel
+    ) -> CompletionGroup:
+        """n completions of a new prompt. new_request: makes the sequence of an id and a number."""
+        completions: list[Completion] = []
+        for k, name in enumerate(sequence_ids(request_id, params.n)):
+            request = new_request(name, k)
+            if completions:  # the same prompt: decoded once
+                detokenizer = completions[0].detokenizer.fork()
+            else:
+                detokenizer = Detokenizer(loaded.decoder, request.prompt_token_ids, params)
+            completions.append(Completion(k, request, detokenizer))
+        return cls(request_id, completions, loaded.eos_token_ids)
 
     def __init__(self, request_id: str, completions: list[Completion], eos_token_ids: Collection[int]) -> None:
         self.request_id = request_id
@@ -85,21 +102,21 @@ class CompletionGroup(Group):
         self._by_id = {completion.request.request_id: completion for completion in completions}
         self._eos_token_ids = eos_token_ids
 
-    def take(self, request: Request, token: SampledToken, now: float) -> Change:
-        """One of the continuations gained a token."""
-        reason = self._by_id[request.request_id].append(token, self._eos_token_ids, now)
+    def on_sampled(self, request: Request, sampled: SampledToken, now: float) -> GroupUpdate:
+        """A token was sampled for one of the completions."""
+        reason = self._by_id[request.request_id].append(sampled, self._eos_token_ids, now)
         if reason is None:
-            return Change(grown=[request])
+            return GroupUpdate(advanced=[request])
         self.requests.remove(request)
-        return Change(grown=[request], ended=[request])
+        return GroupUpdate(advanced=[request], finished=[request])
 
     def fork(self, parent: Request, child: Request) -> CompletionGroup:
-        """A group of one, which begins with the text of one of these. child: has the parent's tokens already."""
+        """A group of one, which begins with the text of one of these. child: a request with the parent's tokens."""
         return CompletionGroup(child.request_id, [self._by_id[parent.request_id].fork(child)], self._eos_token_ids)
 
     def abort(self, now: float) -> list[Request]:
         for request in self.requests:
-            self._by_id[request.request_id].show_rest()
+            self._by_id[request.request_id].flush()
         return super().abort(now)
 
     def output(self) -> RequestOutput:
@@ -115,13 +132,13 @@ class CompletionGroup(Group):
         )
 
     def _end(self, reason: str, now: float) -> list[Request]:
-        ended, self.requests = self.requests, []
-        for request in ended:
+        unfinished, self.requests = self.requests, []
+        for request in unfinished:
             self._by_id[request.request_id].end(reason, now)
-        return ended
+        return unfinished
 
     def _metrics(self) -> RequestMetrics:
-        """Of the group as a whole: the first token is the earliest of all, the last one the latest."""
+        """Metrics of the group as a whole: its earliest first token, its latest finish."""
         requests = [completion.request for completion in self.completions]
         first_tokens = [r.metrics.first_token_time for r in requests if r.metrics.first_token_time is not None]
         return RequestMetrics(

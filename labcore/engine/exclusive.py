@@ -1,4 +1,4 @@
-"""One caller at a time: a call to an engine that is at work is refused at once, before anything is touched."""
+"""Exclusive access: a call to an engine that is busy is rejected at once, before it changes anything."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 class EngineBusy(RuntimeError):
-    """The engine is at work on another call. Nothing was changed; the other call goes on."""
+    """The engine is busy with another call, which goes on. Nothing was changed."""
 
 
 class Exclusive:
-    """Refuses calls from a second thread, and calls from inside a call: a callback, a part that was plugged in.
+    """Rejects calls from a second thread, and calls from inside a call: from a callback or a plugged-in part.
 
-    Enter its blocks inside `uninterrupted`: a Ctrl-C between a lock and its release would leave the engine busy for ever.
+    Enter its blocks inside `defer_sigint`: a Ctrl-C between a lock and its release would leave the engine busy for ever.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Exclusive:
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        """Keep other threads out of the block; this thread may go on calling, one call after the other. Raises EngineBusy."""
+        """Keep other threads out of the block; this thread may make one call after the other. Raises EngineBusy."""
         if not self._lock.acquire(blocking=False):
             raise EngineBusy(
                 "the engine is busy with a call from another thread; call it from one thread at a time, or make an LLM for "
@@ -41,7 +41,7 @@ class Exclusive:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Keep every other call out of the block, those of this thread too. Raises EngineBusy."""
+        """Keep every other call out of the block, also those of this thread. Raises EngineBusy."""
         with self.one_thread():
             self._is_changing = True
             try:

@@ -1,4 +1,4 @@
-"""Faults of parts: which part it was, and what to do when a step can't be stopped any more."""
+"""Faults of pluggable parts: name the part at fault, and defer the error until the step is complete."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from traceback import walk_tb
 
 
 class Faults:
-    """Keeps what parts raise while a step is completed, and says which part it was.
+    """Defers the errors that parts raise while a step is completed, and names the part.
 
-    parts   gives the parts by the names under which a caller plugs them in
+    parts   returns the parts by their names in `build_engine`
     """
 
     def __init__(self, parts: Callable[[], Mapping[str, object]]) -> None:
@@ -17,7 +17,7 @@ class Faults:
         self._first: BaseException | None = None
 
     def attempt(self, call: Callable[..., object], *arguments: object) -> None:
-        """Call a part. What it raises is kept: the step goes on, and the first error is raised when it is complete."""
+        """Call a part. An error is kept: the step goes on, and the first one is raised when it is complete."""
         try:
             call(*arguments)
         except BaseException as error:
@@ -27,13 +27,13 @@ class Faults:
         self._first = self._first or error
 
     def raise_first(self) -> None:
-        """Raise the first error that was kept, if there was one, and forget the others."""
+        """Raise the first error that was kept, if there is one, and drop the others."""
         error, self._first = self._first, None
         if error is not None:
             raise error
 
     def name_part(self, error: Exception) -> None:
-        """Add a note to the error that names the part it came out of. Before Python 3.11 there are no notes."""
+        """Add a note that names the part at fault to the error. Python 3.10 has no notes."""
         name = self.part_at_fault(error)
         if name is not None and hasattr(error, "add_note"):
             error.add_note(f"raised by the engine's {name}, {type(self._parts()[name]).__name__}")
@@ -45,7 +45,7 @@ class Faults:
         return " ".join(f"{where}{type(error).__name__}: {error}".split())
 
     def part_at_fault(self, error: BaseException) -> str | None:
-        """The name of the part whose method raised the error: the innermost that is on its way. None if none is."""
+        """The name of the innermost part whose method is in the traceback; None if there is none."""
         parts = self._parts()
         for frame, _ in reversed(list(walk_tb(error.__traceback__))):
             owner = frame.f_locals.get("self")

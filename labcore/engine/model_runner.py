@@ -1,4 +1,4 @@
-"""Turns a plan into one forward pass: the only place where token ids become tensors."""
+"""The model runner: turns a plan into one forward pass. The only place where token ids become tensors."""
 
 from __future__ import annotations
 
@@ -50,19 +50,26 @@ class ModelRunner:
     def run(self, plan: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[list[Request], Tensor]:
         """Compute the plan's tokens, and leave their KV in the cache.
 
-        Returns the requests that have caught up, in batch order, and the logits of their next token, [S, vocabulary],
-        float32. Requests that are still in the middle of their prompt get none.
+        Returns the requests that sample a token now, and a row of logits for each, [S, vocabulary], float32: those that
+        have caught up, in batch order, each followed by its `plan.siblings`. A request in mid-prompt gets no row.
         """
         self.backend.copy_blocks(self.cache, plan.block_copies)
         batch = [(requests[request_id], n) for request_id, n in plan.num_scheduled_tokens.items()]
         input_ids, positions, metadata = self._flatten(batch)
         last = metadata.cu_seqlens[1:].long() - 1
         caught_up = [i for i, (request, n) in enumerate(batch) if n == request.num_uncomputed_tokens]
-        if self.graphs is not None and len(caught_up) == len(batch) and self.graphs.serves(metadata):
-            return [request for request, _ in batch], self.graphs.run(input_ids, positions, metadata)[0].float()
-        keep = last if len(caught_up) == len(batch) else last[caught_up or [0]]  # a model must be asked for one row at least
-        logits = self._forward(input_ids, positions, metadata, keep)[0].float()
-        return [batch[i][0] for i in caught_up], logits[: len(caught_up)]
+        complete = len(caught_up) == len(batch)
+        if self.graphs is not None and complete and self.graphs.serves(metadata):
+            logits = self.graphs.run(input_ids, positions, metadata)[0].float()
+        else:
+            keep = last if complete else last[caught_up or [0]]  # a model must be asked for one row at least
+            logits = self._forward(input_ids, positions, metadata, keep)[0, : len(caught_up)].float()
+        sampling = [batch[i][0] for i in caught_up]
+        if not plan.siblings:
+            return sampling, logits
+        families = [[request.request_id, *plan.siblings.get(request.request_id, ())] for request in sampling]
+        rows = [row for row, family in enumerate(families) for _ in family]
+        return [requests[request_id] for family in families for request_id in family], logits[rows]
 
     def _forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, keep: Tensor) -> Tensor:
         return self.model(

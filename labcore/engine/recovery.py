@@ -1,10 +1,10 @@
-"""Recovery: after a failure in mid-step every request is back in exactly one queue, and every block has its owners.
+"""Recovery: after a failure in mid-step every request is in exactly one queue again, and every refcount is right.
 
-The scheduler, the block pool and the parts that they call can be plugged in, and can fail between any two lines. So this
-compares queues and tables as they are, and asks nothing of the code that failed:
+The scheduler, the block pool and the parts that they call are pluggable, and can fail between any two lines. So recovery
+compares queues and tables as they are, and relies on no code that has failed:
 
     a request in no queue, or in one that its status doesn't name      → waiting, without KV
-    a table whose blocks the pool failed to take back                  → kept, counted, freed by a later step
+    a table whose blocks the pool failed to free                       → kept, counted, freed by a later step
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from labcore.scheduler.scheduler import Scheduler
 
 
 class Recovery:
-    """Mends a scheduler's queues and tables. unfreed: tables of no request, whose blocks the pool hasn't taken back."""
+    """Repairs a scheduler's queues and tables. unfreed: tables without a request, whose blocks the pool has failed to free."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.unfreed: list[BlockTable] = []
 
     def roll_back(self, interrupted: Sequence[Request], known: Iterable[Request]) -> None:
-        """Send the interrupted requests back to the waiting queue, without KV, and with them any that is misplaced.
+        """Move the interrupted requests to the waiting queue, without KV, and with them any that is misplaced.
 
-        known: every unfinished request. Raises nothing: what the scheduler's own `roll_back` fails at is done here.
+        known: every unfinished request. Raises nothing: if the scheduler's own `roll_back` fails, the rest is done here.
         """
         with suppress(Exception):
             self.scheduler.roll_back(interrupted)
@@ -41,9 +41,9 @@ class Recovery:
                 self.scheduler.waiting.push(request)
 
     def retire(self, request: Request) -> None:
-        """Take a request that has ended out of the scheduler. It is out even if this raises what the scheduler raised."""
+        """Take a finished request out of the scheduler. It is out even if this raises what the scheduler raised."""
         try:
-            if request.table is not None:  # one that no queue has taken in has none
+            if request.table is not None:  # it is None if `Scheduler.add` has failed
                 self.scheduler.finish(request)
         except BaseException:
             self.take_out(request)
@@ -51,20 +51,19 @@ class Recovery:
             raise
 
     def take_out(self, request: Request) -> None:
-        """Take a request out of whatever queue it is in, and its blocks from it. It is WAITING, and in no queue."""
+        """Take a request out of every queue, and free its blocks. It is WAITING, and in no queue."""
         scheduler = self.scheduler
         scheduler.running[:] = [running for running in scheduler.running if running is not request]
         scheduler.waiting.discard(request)
-        scheduler.followers.pop(request.request_id, None)
+        scheduler.drop_sibling(request)
         if request.table is not None:
             self.unfreed.append(request.table)
             self.free_tables()
-        request.table = BlockTable(scheduler.pool)
-        request.num_computed_tokens = 0
+        scheduler.kv.open_table(request)
         request.status = RequestStatus.WAITING
 
     def free_tables(self) -> None:
-        """Offer the pool the blocks that it failed to take back. What it fails at again is kept for the next time."""
+        """Free the tables that the pool has failed to free. Those that fail again are kept for the next step."""
         tables, self.unfreed = self.unfreed, []
         for table in tables:
             try:
@@ -73,10 +72,10 @@ class Recovery:
                 self.unfreed.append(table)
 
     def _misplaced(self, known: Iterable[Request]) -> set[int]:
-        """Identities of the requests that are not in exactly the queue that their status names, or wait with blocks."""
+        """ids of the requests that are not in exactly the queue that their status names, or wait with blocks."""
         scheduler, misplaced = self.scheduler, set()
         running = Counter(map(id, scheduler.running))
-        waiting = Counter(map(id, [*scheduler.waiting, *scheduler.followers.values()]))
+        waiting = Counter(map(id, scheduler.waiting_requests()))
         for request in known:
             places = running[id(request)], waiting[id(request)]
             holds_blocks = request.status is RequestStatus.WAITING and bool(request.table.blocks)

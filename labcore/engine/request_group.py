@@ -1,39 +1,45 @@
-"""A group: the requests that serve what one caller asked for, under the caller's `request_id`.
+"""Request groups: the sequences that serve one caller's request, under the caller's `request_id`.
 
-n continuations are a group, and so are the beams of a search. The engine gives a group what was drawn for one of its
-requests; the group takes it in and says what that means for the requests as such. A group ends by itself, by `abort`, or
-by `fail`: what goes wrong with one of its requests ends all of them, and no request of another group.
+n completions are a group, and so are the beams of a search. The engine gives a group what was sampled for one of its
+sequences; the group updates its tokens and texts, and says what that means for the scheduler. A group ends by itself, by
+`abort`, or by `fail`: an error in one of its sequences ends all of them, and no sequence of another group.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from labcore.outputs import RequestOutput
 from labcore.request import Request
 
 
 @dataclass
-class Change:
-    """What the engine has to do, in this order; the groups have changed tokens and texts already.
+class GroupUpdate:
+    """What the engine has to do, in this order; the group's own tokens and texts are updated already.
 
-    grown   requests that gained a token, their last one; forks are among them
-    ended   requests that compute no more: their slots and blocks are free for the forks
-    forks   (child, parent): the child is new, and begins with the blocks that the parent holds now
+    advanced   sequences that gained a token, their last one; forked ones are among them
+    finished   sequences that compute no more: their slots and blocks are free for the forked ones
+    forked     (child, parent): the child is new, and shares the blocks that the parent holds now
     """
 
-    grown: list[Request] = field(default_factory=list)
-    ended: list[Request] = field(default_factory=list)
-    forks: list[tuple[Request, Request]] = field(default_factory=list)
+    advanced: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    forked: list[tuple[Request, Request]] = field(default_factory=list)
 
 
-class Group(ABC):
-    """request_id: the caller's name for it. requests: those that are still computed. error: why it failed, if it did.
+class RequestGroup(ABC):
+    """request_id: the caller's name for it. requests: its unfinished sequences. error: why it failed, if it did.
 
     now: seconds on the engine's clock, for metrics.
     """
+
+    num_candidates: int = 0
+    """What `on_sampled` takes: 0 for one sampled token, else so many top (token id, log-probability)."""
+
+    can_fork: ClassVar[bool] = True
+    """Whether a caller may fork its sequences."""
 
     request_id: str
     requests: list[Request]
@@ -44,25 +50,30 @@ class Group(ABC):
         return not self.requests
 
     def abort(self, now: float) -> list[Request]:
-        """End everything as it stands, with finish_reason "abort". Returns the requests that were still computed.
+        """Finish all sequences as they are, with finish_reason "abort", and return them.
 
-        If it raises what the tokenizer raises, nothing has ended, and the group must be failed.
+        If it raises what the tokenizer raises, nothing is finished, and the group must be failed.
         """
         return self._end("abort", now)
 
     def fail(self, error: str, now: float) -> list[Request]:
-        """End everything as it stands, with finish_reason "error", and never ask the tokenizer again."""
+        """Finish all sequences as they are, with finish_reason "error". The tokenizer is not called again."""
         self.error = error
         return self._end("error", now)
 
     @abstractmethod
-    def take(self, request: Request, drawn: Any, now: float) -> Change:
-        """What was drawn for one of the requests. If it raises, the group must be failed."""
+    def on_sampled(self, request: Request, sampled: Any, now: float) -> GroupUpdate:
+        """Update with what was sampled for one of the sequences. If it raises, the group must be failed."""
 
     @abstractmethod
     def output(self) -> RequestOutput:
-        """What there is so far: a snapshot that later steps leave alone. May raise what the tokenizer raises."""
+        """The output so far: a snapshot that later steps don't change. May raise what the tokenizer raises."""
 
     @abstractmethod
     def _end(self, reason: str, now: float) -> list[Request]:
-        """Give every request that is still computed its finish reason, let go of them, and return them."""
+        """Give every unfinished sequence its finish reason, drop it, and return them all."""
+
+
+def sequence_ids(request_id: str, n: int) -> list[str]:
+    """Ids of the n sequences of a group: "r" if there is one, else "r/0", "r/1", …"""
+    return [request_id] if n == 1 else [f"{request_id}/{k}" for k in range(n)]

@@ -1,6 +1,6 @@
 """Defer SIGINT while engine state is updated; deliver it where a step can still be undone, or at the end of the call.
 
-    with uninterrupted():                     Ctrl-C is held back
+    with defer_sigint():                      Ctrl-C is held back
         plan = schedule()
         with interruptible():                 Ctrl-C, also one that was held back, raises KeyboardInterrupt
             logits = run(plan)
@@ -8,8 +8,8 @@
     ...                                       one that is still held back is delivered here
 
 Blocks nest: only the outermost delivers at its end. Once Ctrl-C has broken into an `interruptible` block, the next one
-is held back, so that a second Ctrl-C never disturbs the clean-up after the first. Nothing is held back for ever: if a
-part that was plugged in hangs, a Ctrl-C that comes `PATIENCE` seconds after the first is let through.
+is held back, so that a second Ctrl-C never disturbs the clean-up after the first. If a plugged-in part hangs, a
+Ctrl-C that comes `PATIENCE` seconds after the first is delivered at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 PATIENCE = 2.0
-"""Seconds that SIGINT can be held back for. No update of a sound engine takes as long."""
+"""Seconds for which SIGINT is held back at most. No state update takes as long."""
 
 
 class DeferredSigint:
-    """The SIGINT handler inside `uninterrupted`. handler: the one before, which is called when SIGINT is delivered."""
+    """The SIGINT handler inside `defer_sigint`. handler: the one before, which is called when SIGINT is delivered."""
 
     in_force: ClassVar[DeferredSigint | None] = None
 
@@ -56,7 +56,7 @@ class DeferredSigint:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Hold SIGINT back inside the block, and deliver it at its end. Python interrupts the main thread alone."""
     outer = deferred()
     if outer is not None:
@@ -88,7 +88,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT through inside a block of `uninterrupted`: what it breaks off here can be undone."""
+    """Let SIGINT through inside a block of `defer_sigint`: what it breaks off here can be undone."""
     outer = deferred()
     if outer is None:
         yield
@@ -101,5 +101,5 @@ def interruptible() -> Iterator[None]:
 
 
 def deferred() -> DeferredSigint | None:
-    """The handler of the `uninterrupted` block that this thread is in."""
+    """The handler of the `defer_sigint` block that this thread is in."""
     return DeferredSigint.in_force if threading.current_thread() is threading.main_thread() else None

@@ -1,4 +1,4 @@
-"""The gate: what can't be served is refused here, by name and range, before anything is queued."""
+"""Validation: a request that can't be served is rejected, by field, value and range, before it is queued."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from labcore.sampling.stop_strings import special_stops
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 
 
-class Gate:
-    """Knows what one engine can hold. config: with `max_model_len` resolved."""
+class RequestValidator:
+    """Validates requests against the limits of one engine. config: with `max_model_len` resolved."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, pool: BlockPool) -> None:
         self.config = config
         self.loaded = loaded
         self.pool = pool
 
-    def check(
+    def validate(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
@@ -41,12 +41,12 @@ class Gate:
         return prompt
 
     def check_name(self, field: str, name: str) -> None:
-        """Raises ValueError unless `name` can name a request."""
+        """Raises ValueError unless `name` is a valid request id."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"{field} is {name!r}; it must be a string that is not empty.")
 
     def check_sharing(self, cache_salt: str, use_prefix_cache: bool) -> None:
-        """Raises ValueError for what can't say with whom a request shares its prefix."""
+        """Raises ValueError for a bad cache_salt or use_prefix_cache."""
         check_text("cache_salt", cache_salt)
         if not isinstance(use_prefix_cache, bool):
             raise ValueError(f"use_prefix_cache is {use_prefix_cache!r}; it must be True or False.")
@@ -70,7 +70,7 @@ class Gate:
         if beyond:
             raise ValueError(f"stop_token_ids has {beyond[0]}; each must be a token id, {self._token_range()}.")
         if params.stop:
-            special_stops(params.stop, self.loaded.decoder)  # refuses those that no text can hold
+            special_stops(params.stop, self.loaded.decoder)  # rejects those that no text can hold
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if isinstance(prompt_token_ids, (str, bytes, Mapping, Set)) or not isinstance(prompt_token_ids, Iterable):
@@ -102,8 +102,8 @@ class Gate:
     def _blocks_needed(self, num_prompt_tokens: int, limit: int, beam_width: int) -> int:
         """Blocks of one finished sequence, whose last token needs no KV; or of all beams of a search, at their worst.
 
-        Beams share the blocks of their prompt, but those that are preempted and come back in one step each compute their
-        own. A search must fit even then, or its beams would wait for a sibling that never finds room.
+        Beams share the blocks of their prompt, but beams that are preempted and admitted again in one step each compute
+        their own. A search must fit even then, or its beams would wait for a sibling that never fits.
         """
         return beam_width * -(-(num_prompt_tokens + limit - 1) // self.pool.block_size)
 
@@ -112,7 +112,7 @@ class Gate:
 
 
 def check_text(field: str, text: str) -> None:
-    """Raises ValueError unless `text` is one. Half of a surrogate pair is not: Python holds it, UTF-8 has no place for it."""
+    """Raises ValueError unless `text` is a string that UTF-8 can encode. Half of a surrogate pair is none."""
     try:
         if isinstance(text, str):
             text.encode("utf-8")

@@ -20,14 +20,14 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockError(ValueError):
-    """A block was used by somebody who doesn't own it. Nothing was changed."""
+    """A block without an owner was used, or one with several was to be written. Nothing was changed."""
 
 
 class BlockPool:
-    """A fixed number of KV blocks: who is free, and how many owners each of the others has.
+    """A fixed number of KV blocks: a refcount for each, and the queue of those that are free.
 
-    The free blocks form a doubly linked queue: taken at the head, given back at the tail, and unlinked from the middle
-    when a freed block turns out to be wanted again; each in O(1). Node `num_blocks` is the sentinel between both ends.
+    The free queue is doubly linked: `allocate` takes from the head, `free` appends to the tail, `incref` unlinks a block
+    from the middle; each in O(1) a block. Node `num_blocks` is the sentinel between both ends.
 
         sentinel ⇄ 4 ⇄ 0 ⇄ 2 ⇄ sentinel            allocate(1) → [4]        free([1]) → … ⇄ 2 ⇄ 1 ⇄ sentinel
 
@@ -51,7 +51,7 @@ class BlockPool:
         self._enqueue(order)
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` blocks from the head of the free queue, each with one owner. All or nothing.
+        """Take `n` blocks from the head of the free queue, each with refcount 1. All or nothing.
 
         Raises OutOfBlocks, and takes none, if fewer than `n` are free.
         """
@@ -69,7 +69,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give back one reference on each block; those without an owner join the free queue in the order given.
+        """Drop one reference on each block. Those with refcount 0 join the tail of the free queue, in the order given.
 
         Raises BlockError, and frees none, for a block that is free already or that the pool doesn't have.
         """
@@ -84,22 +84,22 @@ class BlockPool:
                 released.append(block)
         self._enqueue(released)
 
-    def fork(self, blocks: Sequence[int]) -> None:
-        """Add one owner to each block, which must have one already. Raises BlockError and adds none otherwise."""
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each block that is in use. Raises BlockError, and adds none, if one is free."""
         for block in blocks:
             if not 0 <= block < self.num_blocks or self._refcounts[block] == 0:
                 raise BlockError(self._why_not(block, "shared"))
         for block in blocks:
             self._refcounts[block] += 1
 
-    def touch(self, blocks: Sequence[int]) -> None:
-        """Add one owner to each block, also to a free one, which leaves its place in the free queue.
+    def incref(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each block, free or in use. A free one is unlinked from the free queue.
 
-        For a prefix cache: a freed block keeps its KV until it is handed out again, so a hit can take it back.
+        For a prefix cache: a freed block keeps its KV until it is allocated again, so that a hit can take it back.
         """
         for block in blocks:
             if not 0 <= block < self.num_blocks:
-                raise BlockError(self._why_not(block, "touched"))
+                raise BlockError(self._why_not(block, "referenced"))
         for block in blocks:
             if self._refcounts[block] == 0:
                 before, after = self._prev[block], self._next[block]
@@ -108,17 +108,17 @@ class BlockPool:
             self._refcounts[block] += 1
 
     def refcount(self, block: int) -> int:
-        """Number of owners; 0 when free. Raises BlockError for a block that the pool doesn't have."""
+        """Number of tables that list the block; 0 when free. Raises BlockError for a block that the pool doesn't have."""
         if not 0 <= block < self.num_blocks:
             raise BlockError(self._why_not(block, "asked for"))
         return self._refcounts[block]
 
     def is_writable(self, block: int) -> bool:
-        """True if the block has exactly one owner, so that a write is seen by nobody else."""
+        """True if the block has exactly one owner, so that no other sequence sees a write."""
         return self.refcount(block) == 1
 
     def free_blocks(self) -> Iterator[int]:
-        """The free blocks, in the order in which they will be handed out."""
+        """The free blocks, in the order in which they will be allocated."""
         block = self._next[self.num_blocks]
         while block != self.num_blocks:
             yield block
@@ -135,14 +135,14 @@ class BlockPool:
     def _why_not(self, block: int, verb: str) -> str:
         if not 0 <= block < self.num_blocks:
             return f"block {block} can't be {verb}: the pool has blocks 0 … {self.num_blocks - 1}."
-        return f"block {block} can't be {verb}: it is free, nobody owns it."
+        return f"block {block} can't be {verb}: it is free, no table owns it."
 
 
 class BlockTable:
     """The blocks of one sequence, in logical order, and how many tokens they hold.
 
-    Owns one reference on every block it lists; `free()` gives them back, last block first, so that the head of a
-    shared prefix outlives its tail in the cache.
+    It owns one reference on every block it lists. `free()` drops them, last block first, so that in the prefix cache the
+    head of a text is evicted after its tail.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -151,21 +151,20 @@ class BlockTable:
         self.num_tokens = 0
 
     def blocks_needed(self, n: int) -> int:
-        """Free blocks that the next `append(n)` will take, the copy of a shared tail included."""
+        """Free blocks that the next `append(n)` takes, the block for a copy-on-write included."""
         missing = -(-(self.num_tokens + n) // self.pool.block_size) - len(self.blocks)
         return missing + (n > 0 and self._tail_is_shared())
 
     def append(self, n: int) -> list[int]:
         """Make room for `n` more tokens and return their slots, shape [n].
 
-        All or nothing: raises OutOfBlocks and changes nothing if the pool can't serve the whole request. Raises
-        BlockError if the first of them would land in a block that another table owns too: copy it first, see
-        `writable_tail`.
+        All or nothing: raises OutOfBlocks and changes nothing if the pool has too few free blocks. Raises BlockError if
+        the first token would be written into a shared block: call `copy_on_write` first.
         """
         if n < 0:
             raise ValueError(f"n is {n}; it must be a whole number, at least 0.")
         if n > 0 and self._tail_is_shared():
-            raise BlockError(f"block {self.blocks[-1]} is shared; take a copy with writable_tail() before writing.")
+            raise BlockError(f"block {self.blocks[-1]} is shared; take a copy with copy_on_write() before writing.")
         start, stop = self.num_tokens, self.num_tokens + n
         missing = -(-stop // self.pool.block_size) - len(self.blocks)
         if missing > 0:
@@ -173,11 +172,11 @@ class BlockTable:
         self.num_tokens = stop
         return self.slot_mapping(start, stop)
 
-    def adopt(self, blocks: Sequence[int]) -> None:
-        """Begin an empty table with full blocks that a prefix cache found, and become one more owner of each."""
+    def attach_prefix(self, blocks: Sequence[int]) -> None:
+        """Begin an empty table with the full blocks of a cached prefix, and add a reference to each."""
         if self.blocks:
-            raise BlockError(f"a table of {len(self.blocks)} blocks can't adopt a prefix; only an empty one can.")
-        self.pool.touch(blocks)
+            raise BlockError(f"a table of {len(self.blocks)} blocks can't take a prefix; only an empty one can.")
+        self.pool.incref(blocks)
         self.blocks = list(blocks)
         self.num_tokens = len(blocks) * self.pool.block_size
 
@@ -190,29 +189,29 @@ class BlockTable:
         return [blocks[i // size] * size + i % size for i in range(start, stop)]
 
     def fork(self) -> BlockTable:
-        """A second table over the very same blocks: nothing is copied, each block gains an owner."""
+        """A second table over the same blocks: nothing is copied, each refcount grows by one."""
         child = BlockTable(self.pool)
-        self.pool.fork(self.blocks)
+        self.pool.share(self.blocks)
         child.blocks, child.num_tokens = list(self.blocks), self.num_tokens
         return child
 
-    def writable_tail(self) -> tuple[int, int] | None:
-        """Own the half-filled last block alone, so that the next token may be written into it.
+    def copy_on_write(self) -> tuple[int, int] | None:
+        """Make the half-filled last block this table's own, so that the next token may be written into it.
 
-        Returns None if there is nothing to do: the last block is full, or has one owner. Otherwise takes a fresh block
-        in its place, gives the reference on the shared one back, and returns (src, dst): the KV copy that is still to
-        be made, before anything is written. Raises OutOfBlocks and changes nothing if no block is free.
+        Returns None if no copy is needed: the last block is full, or has one owner. Otherwise replaces it with a fresh
+        block and returns (src, dst), the KV copy that is still to be made, before anything is written. Raises OutOfBlocks
+        and changes nothing if no block is free.
         """
         if not self._tail_is_shared():
             return None
         shared = self.blocks[-1]
-        (own,) = self.pool.allocate(1)
+        self.blocks += self.pool.allocate(1)  # listed before the shared block is dropped: a failure in between leaks none
         self.pool.free([shared])
-        self.blocks[-1] = own
-        return shared, own
+        del self.blocks[-2]
+        return shared, self.blocks[-1]
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget all tokens from `num_tokens` on and give back the blocks that only they used."""
+        """Drop all tokens from `num_tokens` on, and free the blocks that only they used."""
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"num_tokens is {num_tokens}; the table holds {self.num_tokens}, it must be 0 … that.")
         kept = -(-num_tokens // self.pool.block_size)
@@ -221,7 +220,7 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def free(self) -> None:
-        """Give every block back, last block first."""
+        """Free every block, last block first."""
         self.truncate(0)
 
     def _tail_is_shared(self) -> bool:

@@ -1,14 +1,14 @@
-"""The prefix cache: full blocks that are found again by what they hold. Built in notebook 05.
+"""The prefix cache: full blocks, found again by the hash of their text. Built in notebook 05.
 
-A block's key is a hash of its parent's key and its own tokens, so that equal keys mean equal text *from the start*:
+A block's hash covers its parent's hash and its own tokens, so that equal hashes mean equal text *from the start*:
 
     tokens     You are a hel │ pful assistant │ . What is pa │ ging?            block size 4, 3 full blocks
-    keys       k0 = h(t0)      k1 = h(k0, t1)   k2 = h(k1, t2)                  the rest has no key yet
+    hashes     h0 = h(t0)      h1 = h(h0, t1)   h2 = h(h1, t2)                  the rest has no hash yet
 
-A finished request's blocks go to the free queue with their content, and stay findable there until they are handed out
-again; the queue's order makes that least recently used first, and tails before heads, since a table frees its last
-block first. A key is only where to look. What is found must hold the very tokens, behind the very parent, so that two
-texts with one hash can never read each other's KV.
+A finished request's blocks join the free queue with their KV, and stay findable there until they are allocated again. The
+queue's order makes eviction least recently used first, and tails before heads, since a table frees its last block first.
+A hash only says where to look: a block is a hit if it holds the very tokens, behind the very parent. So two texts with
+one hash never read each other's KV.
 
 Source: vLLM's automatic prefix caching; SGLang's RadixAttention (Zheng et al. 2023) does the same with a tree.
 """
@@ -27,7 +27,7 @@ from labcore.request import Request
 class PrefixCache(ABC):
     """Finds blocks whose KV was computed before.
 
-    The scheduler tells it what is computed, and what is about to be overwritten.
+    The KV cache manager tells it which blocks are full and computed, and which are about to be overwritten.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -38,15 +38,15 @@ class PrefixCache(ABC):
         """Full blocks that hold the KV of the request's first tokens, in logical order; never all of its tokens."""
 
     @abstractmethod
-    def publish(self, request: Request) -> None:
-        """The request's first `num_computed_tokens` tokens have their KV now; others may find its full blocks."""
+    def cache_full_blocks(self, request: Request) -> None:
+        """Register the full blocks of the request's first `num_computed_tokens` tokens, whose KV is written."""
 
     @abstractmethod
-    def forget(self, blocks: Sequence[int]) -> None:
-        """These blocks were handed out again; what they held is gone."""
+    def evict(self, blocks: Sequence[int]) -> None:
+        """These blocks are allocated again, or not to be trusted: no match returns them any more."""
 
     def hash_of(self, block: int) -> bytes | None:
-        """What a block can be found by, None if it can't be found. Only the flight recorder asks."""
+        """The hash under which a block is registered, None if it is not. For the flight recorder."""
         return None
 
 
@@ -56,15 +56,15 @@ class NoPrefixCache(PrefixCache):
     def match(self, request: Request) -> list[int]:
         return []
 
-    def publish(self, request: Request) -> None:
+    def cache_full_blocks(self, request: Request) -> None:
         pass
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: Sequence[int]) -> None:
         pass
 
 
 def block_key(parent: bytes, content: bytes) -> bytes:
-    """16 bytes that depend on nothing but the text: the same in every process, on every machine, in every run."""
+    """Chained hash of a block, 16 bytes. It depends on the text alone: the same in every process and on every machine."""
     return blake2b(parent + content, digest_size=16).digest()
 
 
@@ -72,9 +72,9 @@ def block_key(parent: bytes, content: bytes) -> bytes:
 class CachedBlock:
     """The tokens in `content`, computed behind those of `parent`, and the blocks that hold their KV.
 
-    parent   what comes before it in its text, None at the start
+    parent   the block before it in its text, None at the start
     depth    number of blocks before it
-    blocks   one, or several if requests that ran side by side computed the same; oldest first, as keys of a dict
+    blocks   one, or several if requests computed the same text side by side; oldest first, as keys of a dict
     """
 
     key: bytes
@@ -85,15 +85,15 @@ class CachedBlock:
 
     @property
     def block(self) -> int:
-        """The block that a match returns: the newest, which the free queue is likely to hand out last."""
+        """The block that a match returns: the newest, which the free queue is likely to evict last."""
         return next(reversed(self.blocks))
 
 
 class HashedPrefixCache(PrefixCache):
-    """Full blocks keyed by a chained hash of their tokens.
+    """Full blocks under a chained hash of their tokens.
 
     block_size   tokens a block
-    key_of       hash of (parent key, content); tests use one of 3 bits to make collisions common
+    key_of       hash of (parent's hash, content); tests use one of 3 bits to make collisions common
     """
 
     def __init__(self, block_size: int, key_of: Callable[[bytes, bytes], bytes] = block_key) -> None:
@@ -106,31 +106,31 @@ class HashedPrefixCache(PrefixCache):
         self._last_blocks: list[int] = []
 
     def __len__(self) -> int:
-        """Blocks that can be found; equal ones count once."""
+        """Texts that are registered; equal blocks count once."""
         return len(self._by_key)
 
     def match(self, request: Request) -> list[int]:
-        """See `PrefixCache.match`. Each block of the prompt is hashed once a request, and looked up once while it waits."""
+        """See `PrefixCache.match`. A block of the prompt is hashed once a request, and looked up once while the request waits."""
         if not request.use_prefix_cache:
             return []
         chain, blocks = self._resume(request)
-        for key, content in self._identities(request, (request.num_tokens - 1) // self.block_size)[len(chain) :]:
+        for key, content in self._block_hashes(request, (request.num_tokens - 1) // self.block_size)[len(chain) :]:
             found = self._find(key, content, parent=chain[-1] if chain else None)
             if found is None:
                 break
             chain.append(found)
             blocks.append(found.block)
-        request.prefix_chain = list(chain)
+        request.cached_chain = list(chain)
         return list(blocks)
 
-    def publish(self, request: Request) -> None:
-        """See `PrefixCache.publish`. Equal blocks are kept under one key, which is found while one of them is left."""
-        chain, full = request.prefix_chain, request.num_computed_tokens // self.block_size
+    def cache_full_blocks(self, request: Request) -> None:
+        """See `PrefixCache.cache_full_blocks`. Equal blocks share one hash, which is found until the last of them is evicted."""
+        chain, full = request.cached_chain, request.num_computed_tokens // self.block_size
         if full <= len(chain) or not request.use_prefix_cache:
             return
-        identities = self._identities(request, full)
+        hashes = self._block_hashes(request, full)
         for i in range(len(chain), full):
-            key, content = identities[i]
+            key, content = hashes[i]
             parent = chain[-1] if chain else None
             cached = self._find(key, content, parent) or self._remember(CachedBlock(key, content, parent, depth=i))
             cached.blocks[request.table.blocks[i]] = None
@@ -138,7 +138,7 @@ class HashedPrefixCache(PrefixCache):
             self._correct_last_match(cached)
             chain.append(cached)
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             cached = self._by_block.pop(block, None)
             if cached is None:
@@ -153,14 +153,14 @@ class HashedPrefixCache(PrefixCache):
         return None if cached is None else cached.key
 
     def _find(self, key: bytes, content: bytes, parent: CachedBlock | None) -> CachedBlock | None:
-        """The block under this key, if it holds these very tokens, computed behind this very parent."""
+        """The block under this hash, if it holds these very tokens, computed behind this very parent."""
         found = self._by_key.get(key)
         if found is None or found.content != content or found.parent is not parent:
             return None
         return found
 
     def _resume(self, request: Request) -> tuple[list[CachedBlock], list[int]]:
-        """What the last match of this request found and is still cached, to be continued. Empty after another's match.
+        """What the last match of this request found and is still cached. Empty if another request was matched last.
 
         The head of the waiting queue is matched in every step until it is admitted, mostly with the same result.
         """
@@ -169,7 +169,7 @@ class HashedPrefixCache(PrefixCache):
         return self._last_chain, self._last_blocks
 
     def _correct_last_match(self, changed: CachedBlock) -> None:
-        """Blocks of `changed` were added or evicted: the last match takes the newest, or ends before it if none is left."""
+        """Blocks of `changed` were registered or evicted: the last match takes the newest, or ends there if none is left."""
         depth, chain = changed.depth, self._last_chain
         if depth < len(chain) and chain[depth] is changed:
             if changed.blocks:
@@ -179,14 +179,14 @@ class HashedPrefixCache(PrefixCache):
 
     def _remember(self, cached: CachedBlock) -> CachedBlock:
         rival = self._by_key.get(cached.key)
-        if rival is not None:  # another text with the same hash, or one whose parent is gone: the newer one stays
-            self.forget(list(rival.blocks))
+        if rival is not None:  # another text with the same hash, or one whose parent was evicted: the newer one stays
+            self.evict(list(rival.blocks))
         self._by_key[cached.key] = cached
         return cached
 
-    def _identities(self, request: Request, num_blocks: int) -> list[tuple[bytes, bytes]]:
-        """(key, content) of the request's first full blocks; content: tokens as 32-bit words, once with the salt."""
-        known = request.block_identities
+    def _block_hashes(self, request: Request, num_blocks: int) -> list[tuple[bytes, bytes]]:
+        """(hash, content) of the request's first full blocks; content: tokens as 32-bit words, in block 0 with the salt."""
+        known = request.block_hashes
         if len(known) < num_blocks:
             start = len(known) * self.block_size
             words = array("I", request.token_ids(start, num_blocks * self.block_size)).tobytes()

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: the size of the pool, worked out once at start-up."""
+"""Sizing of the block pool: how many KV blocks fit, computed once at start-up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from labcore.models.layers import LayerShape
 
 GIB = 1024**3
 
-CUDA_ITSELF = 3 * GIB // 4
-"""Bytes that CUDA's context and its libraries' workspaces take, about."""
+CUDA_OVERHEAD_BYTES = 3 * GIB // 4
+"""Estimate of what the CUDA context and library workspaces take, in bytes."""
 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, element_size: int) -> int:
@@ -27,14 +27,14 @@ def pool_size(config: EngineConfig, per_block: int, budget: int, max_len: int) -
 
     per_block: bytes of one block, see `bytes_per_block`. Raises ValueError if the budget holds not even one.
     """
-    affordable = int(budget // per_block)
-    if affordable < 1:
+    max_blocks = int(budget // per_block)
+    if max_blocks < 1:
         raise ValueError(
             f"the KV pool gets {budget / GIB:.3f} GiB and one block takes {per_block / GIB:.3f} GiB: "
             "raise kv_cache_memory_gb (cpu) or gpu_memory_utilization (cuda), or lower block_size."
         )
-    fillable = config.max_num_seqs * -(-max_len // config.block_size)
-    return min(affordable, fillable)
+    max_useful = config.max_num_seqs * -(-max_len // config.block_size)
+    return min(max_blocks, max_useful)
 
 
 def check_memory(num_blocks: int, per_block: int, available: int) -> None:
@@ -55,17 +55,16 @@ def available_memory(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return host_memory().available
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserved
 
 
 def memory_budget(config: EngineConfig, model: PreTrainedModel) -> int:
     """Bytes for the KV pool: kv_cache_memory_gb on a CPU; on a GPU what weights and one full step leave of its share.
 
-    A step's own needs are reckoned, not measured: four copies of the widest activation for each token of the budget,
-    and four of the float32 logits for each sequence (logits, softmax, sort and its indices). So the pool has the same
-    size at every start, whatever else lies in the GPU's memory, an earlier engine or a compiler at work; `check_memory`
-    says whether there is room for it.
+    Activation memory is estimated, not profiled: four copies of the widest activation for each token of the budget, and
+    four of the float32 logits for each sequence (logits, softmax, sort and its indices). So the pool has the same size at
+    every start, whatever else occupies the GPU at that moment; `check_memory` says whether there is room for it.
     """
     if model.device.type != "cuda":
         return int(config.kv_cache_memory_gb * GIB)
@@ -75,4 +74,4 @@ def memory_budget(config: EngineConfig, model: PreTrainedModel) -> int:
     widest = max(getattr(shape, "intermediate_size", 0), 4 * shape.hidden_size)
     activations = 4 * config.max_step_tokens * widest * model.dtype.itemsize
     logits = 4 * config.max_num_seqs * shape.vocab_size * 4
-    return int(total * config.gpu_memory_utilization) - CUDA_ITSELF - weights - activations - logits
+    return int(total * config.gpu_memory_utilization) - CUDA_OVERHEAD_BYTES - weights - activations - logits

@@ -1,4 +1,4 @@
-"""The paged KV store: memory for K and V, taken once at start-up and never again."""
+"""The paged KV store: tensors for K and V, allocated once at start-up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KVCache:
         return sum(t[0].numel() * t.element_size() for t in self.k + self.v)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
-        """Overwrite blocks (all of them when None) in every layer. Tests fill with NaN what nobody may read."""
+        """Overwrite blocks (all of them when None) in every layer. Tests fill with NaN what no request may read."""
         index = slice(None) if blocks is None else list(blocks)
         for tensor in self.k + self.v:
             tensor[index] = value

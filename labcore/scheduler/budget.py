@@ -1,4 +1,6 @@
-"""How many tokens a step may compute, found from the steps that were: `max_num_batched_tokens="auto"`.
+"""The adaptive token budget: how many tokens a step may compute, from the duration of earlier steps.
+
+This is `max_num_batched_tokens="auto"`.
 
 A step costs a fixed part, the weights that it reads, and a part for each token. A budget scaled by target / measured
 walks along that line to the target, from below as from above, and doesn't overshoot:
@@ -23,8 +25,8 @@ import math
 class AdaptiveBudget:
     """Finds the largest token budget whose steps keep a target time between tokens.
 
-    target     seconds that a step may take; that is the time between two tokens of whoever decodes
-    smallest   tokens that prompts get in any case, or a target that can't be met would stop them for ever
+    target     seconds that a step may take; the time between two tokens of a decoding request
+    smallest   tokens that prompts get in any case: a target that can't be met must not starve them
     largest    most tokens of a step
     Raises ValueError for a target that is not above 0, and unless 1 <= smallest <= largest.
     """
@@ -40,17 +42,17 @@ class AdaptiveBudget:
         self.found = smallest
 
     def tokens(self, num_running: int) -> int:
-        """Budget of the next step: what was found, but a token for everybody who runs and `smallest` for prompts."""
+        """Budget of the next step: what was found, but at least a token for each running request and `smallest` for prompts."""
         return max(self.found, num_running + self.smallest)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens took that long.
+        """Learn from a step of `num_tokens` tokens that took `seconds`.
 
-        A step below the budget says nothing about a larger one, unless it was too slow itself. One odd step, a compiler
-        at work or a machine that was busy, at most halves or doubles the budget.
+        A step below the budget says nothing about a larger one, unless it was too slow itself. One outlier, such as a step
+        with a compilation in it, at most halves or doubles the budget.
         """
         if num_tokens < self.found and seconds <= self.target:
             return
-        affordable = num_tokens * self.target / seconds if seconds > 0 else self.largest
-        affordable = min(max(affordable, self.found / 2), self.found * 2)
-        self.found = min(max(int(affordable), self.smallest), self.largest)
+        within_target = num_tokens * self.target / seconds if seconds > 0 else self.largest
+        within_target = min(max(within_target, self.found / 2), self.found * 2)
+        self.found = min(max(int(within_target), self.smallest), self.largest)

@@ -1,4 +1,4 @@
-"""How much of a request a step may compute: the seam between whole prompts and chunked prefill.
+"""Chunking: how many of a request's tokens a step computes, whole prompts or chunks of them.
 
 Built in notebooks 04 and 06.
 """
@@ -11,10 +11,10 @@ from labcore.request import Request
 
 
 class ChunkPolicy(ABC):
-    """Decides how many of a request's uncomputed tokens go into the step that is being put together."""
+    """Decides how many of a request's uncomputed tokens go into the step that is being planned."""
 
     def begin_step(self) -> None:  # noqa: B027 — a policy that counts nothing has nothing to do here
-        """A new step is being put together; what was counted in the last one is void."""
+        """A new step is being planned: reset what was counted in the last one."""
 
     @abstractmethod
     def num_tokens(self, request: Request, budget_left: int, budget: int) -> int:
@@ -27,7 +27,7 @@ class ChunkPolicy(ABC):
 class WholePrompts(ChunkPolicy):
     """A prompt is computed in one step, and waits for a step with room for it.
 
-    One so long that decoding requests alone could keep it waiting for ever is cut: it takes what a step has left.
+    A prompt so long that decoding requests alone could starve it is cut: it takes what a step has left.
 
     max_num_seqs: most requests that run at once, each of which can take a token from the budget.
     """
@@ -39,15 +39,15 @@ class WholePrompts(ChunkPolicy):
         wanted = request.num_uncomputed_tokens
         if wanted <= budget_left:
             return wanted
-        finds_room_later = wanted <= budget - self.max_num_seqs
-        return 0 if finds_room_later else budget_left
+        fits_later = wanted <= budget - self.max_num_seqs
+        return 0 if fits_later else budget_left
 
 
 class ChunkedPrefill(ChunkPolicy):
-    """A prompt is computed in as many pieces as the others leave room for.
+    """A prompt is computed in chunks: each step gives it what the other requests leave of the budget.
 
-    max_partial_prefills   prompts that may be left unfinished by one step; the next one in line waits, and those behind it
-    long_prefill_threshold most tokens that one prompt takes of a step, so that shorter ones beside it overtake; 0: all
+    max_partial_prefills   prompts that one step may leave unfinished; further ones wait, and those behind them
+    long_prefill_threshold most tokens of one prompt in a step, so that shorter prompts overtake it; 0: no limit
     Source: Sarathi-Serve (Agrawal et al. 2024), chunked prefills and stall-free batching.
     """
 

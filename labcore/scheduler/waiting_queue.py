@@ -18,7 +18,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._entitlement = policy.entitlement
+        self._sort_key = policy.sort_key
         self._heap: list[tuple[tuple, Request]] = []
         self._present: dict[str, Request] = {}
 
@@ -27,11 +27,11 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests in the order in which they will be admitted. Sorts: for people, not for the hot path."""
-        return iter(sorted(self._present.values(), key=self._entitlement))
+        return iter(sorted(self._present.values(), key=self._sort_key))
 
     def push(self, request: Request) -> None:
         self._present[request.request_id] = request
-        heappush(self._heap, (self._entitlement(request), request))
+        heappush(self._heap, (self._sort_key(request), request))
 
     def peek(self) -> Request:
         while self._present.get(self._heap[0][1].request_id) is not self._heap[0][1]:

@@ -87,9 +87,7 @@ class EngineControl:
         if num_blocks > self.engine.pool.num_free:
             free = self.engine.pool.num_free
             raise ValueError(f"{num_blocks} blocks asked for, {free} are free — step on, or abort a request first.")
-        taken = self.engine.pool.allocate(num_blocks)
-        self.engine.scheduler.prefix_cache.forget(taken)
-        self._taken += taken
+        self._taken += self.engine.scheduler.kv.allocate(num_blocks)
 
     def _free_name(self, stem: str) -> tuple[str, int]:
         """The next name that no unfinished request has, of this session or of one before it, and its number."""

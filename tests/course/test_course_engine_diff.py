@@ -50,7 +50,7 @@ class OtherOrder(BlockPool):
     def is_writable(self, block):
         return self._owners[block] == 1
 
-    def touch(self, blocks):
+    def incref(self, blocks):
         assert not blocks
 
     def free_blocks(self):

@@ -252,7 +252,7 @@ def test_a_re_opened_class_is_collected_with_the_cell_of_each_method(tmp_path, p
 
 
 @given(
-    order=st.permutations(["allocate", "free", "fork", "touch", "refcount", "is_writable"]),
+    order=st.permutations(["allocate", "free", "share", "incref", "refcount", "is_writable"]),
     cuts=st.sets(st.integers(1, 5)),
 )
 @settings(max_examples=12, deadline=None)

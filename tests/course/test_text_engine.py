@@ -14,7 +14,7 @@ from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache
 class TooEager(HashedPrefixCache):
     """Never forgets what a block held."""
 
-    def forget(self, blocks):
+    def evict(self, blocks):
         pass
 
 

@@ -149,7 +149,7 @@ def test_a_prompt_is_computed_once_for_all_its_continuations_and_only_its_tail_i
     engine = llm.engine
     engine.add_request("r", prompts(length)[0], params)
     plans, schedule = [], engine.scheduler.schedule
-    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    engine.scheduler.schedule = lambda budget: plans.append(schedule(budget)) or plans[-1]
     output = run(engine)["r"]
     assert plans[0].num_scheduled_tokens == {"r/0": length} and all(plan.num_tokens == 4 for plan in plans[1:])
     copies = sum(len(plan.block_copies) for plan in plans)
@@ -385,7 +385,7 @@ def test_an_interrupt_waits_until_the_books_are_in_order(loaded, monkeypatch, mo
     llm = poisoned_llm(loaded, num_blocks=32, block_size=4)
     owner, name = {
         "while the plan is made": (llm.engine.scheduler, "_reserve"),
-        "while tokens are taken": (llm.engine.scheduler, "computed"),
+        "while tokens are taken": (llm.engine.scheduler, "commit"),
         "while a request is added": (llm.engine.scheduler, "add"),
     }[moment]
     original = getattr(owner, name)
@@ -609,9 +609,9 @@ def test_parts_may_be_classes_or_instances_of_ones_own(model, loaded):
     class MyScheduler(Scheduler):
         steps = 0
 
-        def schedule(self):
+        def schedule(self, budget=None):
             MyScheduler.steps += 1
-            return super().schedule()
+            return super().schedule(budget)
 
     prompt = prompts(6)[0]
     for pool in (MyPool, MyPool(32, 4)):
@@ -633,7 +633,7 @@ def test_abort_of_requests_that_wait_leaves_nothing_of_them_alive(loaded):
         engine.add_request(f"beams{i}", [2, 3, i + 1], BeamSearchParams(beam_width=1, max_tokens=4))
         engine.fork("runs", f"forked{i}")
     engine.step()
-    waiting = [weakref.ref(r) for r in engine._served.requests.values() if r.request_id not in ("runs", "waits")]
+    waiting = [weakref.ref(r) for r in engine._active.requests.values() if r.request_id not in ("runs", "waits")]
     assert len(waiting) == 400
     for request_id in [name for name in engine.request_ids() if name not in ("runs", "waits")]:
         engine.abort(request_id)

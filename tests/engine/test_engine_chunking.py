@@ -60,11 +60,11 @@ def test_64_requests_say_at_every_budget_what_transformers_makes_of_each(loaded,
         llm.engine.add_request(f"r{i}", prompt, flat_out())
     schedule = llm.engine.scheduler.schedule
 
-    def schedule_after_a_loss():
+    def schedule_after_a_loss(budget):
         """Now and then the youngest loses what it has: with small budgets so few run that nobody would have to."""
         if llm.engine.scheduler._step % 67 == 10:
             llm.engine.scheduler.roll_back(llm.engine.scheduler.running[-1:])
-        return schedule()
+        return schedule(budget)
 
     llm.engine.scheduler.schedule = schedule_after_a_loss
     done = run(llm.engine, limit=10_000)

@@ -142,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def sampled(self):
         scheduler = self.engine.scheduler
-        everybody = [*scheduler.running, *scheduler.waiting, *scheduler.followers.values()]
+        everybody = [*scheduler.running, *scheduler.waiting_requests()]
         return [request for request in everybody if isinstance(request.params, SamplingParams)]
 
     def one_step(self):
@@ -240,6 +240,6 @@ def test_however_a_request_ends_the_pool_is_whole_and_what_can_be_found_is_what_
         assert completion.token_ids == expected_completion(prompt, params, 0)[0]
     assert sorted(engine.pool.free_blocks()) == list(range(128 // block_size))
     text = tuple(prompt + completion.token_ids)
-    findable = [block for block in range(128 // block_size) if engine.scheduler.prefix_cache.hash_of(block) is not None]
+    findable = [block for block in range(128 // block_size) if engine.scheduler.kv.prefix_cache.hash_of(block) is not None]
     held = sorted(engine.runner.memory[block * block_size + block_size - 1] for block in findable)
     assert held == [("", text[:n]) for n in range(block_size, len(text), block_size)]

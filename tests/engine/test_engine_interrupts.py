@@ -21,7 +21,7 @@ from remembering import Letters, remembering_llm
 
 import labcore
 from labcore.engine import signals
-from labcore.engine.signals import interruptible, uninterrupted
+from labcore.engine.signals import interruptible, defer_sigint
 from labcore.scheduler.plan import SchedulerOutput
 
 OURS = (str(Path(labcore.__file__).parent), contextlib.__file__, signal.__file__, threading.__file__)
@@ -246,11 +246,11 @@ def test_sigint_is_held_back_delivered_once_and_left_to_the_handler_that_was_the
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append("handled"))
     try:
-        with uninterrupted():
+        with defer_sigint():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             assert seen == []
-            with uninterrupted(), interruptible():
+            with defer_sigint(), interruptible():
                 assert seen == ["handled"]
                 signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
@@ -259,11 +259,11 @@ def test_sigint_is_held_back_delivered_once_and_left_to_the_handler_that_was_the
             assert len(seen) == 3
         assert len(seen) == 4
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with uninterrupted(), interruptible():
+        with defer_sigint(), interruptible():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
+    with pytest.raises(KeyboardInterrupt), defer_sigint():
         try:
             with interruptible():
                 signal.raise_signal(signal.SIGINT)
@@ -284,7 +284,7 @@ def test_sigint_gets_through_to_a_part_that_hangs(where, monkeypatch):
         presses.append(signal.raise_signal(signal.SIGINT))
         assert len(presses) < 100
 
-    def hang() -> None:
+    def hang(*_) -> None:
         while True:
             press()
             time.sleep(0.005)
@@ -299,7 +299,7 @@ def test_sigint_gets_through_to_a_part_that_hangs(where, monkeypatch):
     if where == "a scheduler":
         scheduler.schedule = hang
     elif where == "a scheduler that plans nothing":
-        scheduler.schedule = lambda: press() or SchedulerOutput(1)
+        scheduler.schedule = lambda budget: press() or SchedulerOutput(1)
     else:
         llm.engine.loaded = dataclasses.replace(llm.engine.loaded, tokenizer=Hanging())
     with pytest.raises(KeyboardInterrupt):

@@ -43,7 +43,7 @@ def by_plain_forward(model, ids, said, params, seed):
 
 def request_of(engine, request_id):
     scheduler = engine.scheduler
-    everybody = [*scheduler.running, *scheduler.waiting, *scheduler.followers.values()]
+    everybody = [*scheduler.running, *scheduler.waiting_requests()]
     return next(request for request in everybody if request.request_id == request_id)
 
 
@@ -199,8 +199,8 @@ def test_one_of_several_continuations_is_forked_and_its_group_stays_as_it_was(mo
     calm = poisoned_llm(loaded, num_blocks=32, block_size=4).generate(prompt(6), params)[0]
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4, max_num_batched_tokens=4).engine
     engine.add_request("r", prompt(6), params)
-    engine.fork("r/2", "early")  # still a follower, which waits for its leader's prompt
-    engine.fork("r/0", "leader's")
+    engine.fork("r/2", "early")  # still a pending sibling, which waits for its owner's prompt
+    engine.fork("r/0", "owner's")
     for _ in range(6):
         engine.step()
         engine.check_integrity()
@@ -210,8 +210,8 @@ def test_one_of_several_continuations_is_forked_and_its_group_stays_as_it_was(mo
     done = run(engine)
     assert [o.token_ids for o in done["r"].outputs] == [o.token_ids for o in calm.outputs]
     assert said and tokens(done["child"]) == by_plain_forward(model, prompt(6), said, flat_out(10), 0)
-    assert [len(done[name].outputs) for name in ("early", "leader's", "child")] == [1, 1, 1]
-    assert len({tuple(tokens(done[name])) for name in ("early", "leader's")} | {tuple(o.token_ids) for o in calm.outputs}) == 5
+    assert [len(done[name].outputs) for name in ("early", "owner's", "child")] == [1, 1, 1]
+    assert len({tuple(tokens(done[name])) for name in ("early", "owner's")} | {tuple(o.token_ids) for o in calm.outputs}) == 5
 
 
 @pytest.mark.parametrize("asked, message", [

@@ -66,14 +66,14 @@ def test_a_bad_fork_raises_and_shares_nothing(blocks):
     pool.allocate(2)
     before = state(pool)
     with pytest.raises(BlockError, match="can't be shared"):
-        pool.fork(blocks)
+        pool.share(blocks)
     assert state(pool) == before
 
 
 def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
     pool = BlockPool(2, 16)
     (block,) = pool.allocate(1)
-    pool.fork([block])
+    pool.share([block])
     assert pool.refcount(block) == 2 and not pool.is_writable(block)
     pool.free([block])
     assert pool.is_writable(block) and pool.num_free == 1
@@ -81,16 +81,16 @@ def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
     assert pool.refcount(block) == 0 and not pool.is_writable(block) and pool.num_free == 2
 
 
-def test_touch_takes_a_free_block_out_of_the_middle_of_the_queue():
+def test_incref_takes_a_free_block_out_of_the_middle_of_the_queue():
     pool = BlockPool(5, 16)
-    pool.touch([2, 0, 4])
+    pool.incref([2, 0, 4])
     assert list(pool.free_blocks()) == [1, 3] and pool.num_free == 2
-    pool.touch([2])
+    pool.incref([2])
     assert pool.refcount(2) == 2
     pool.free([2, 2, 0])
     assert list(pool.free_blocks()) == [1, 3, 2, 0]
-    with pytest.raises(BlockError, match="can't be touched"):
-        pool.touch([1, 5])
+    with pytest.raises(BlockError, match="can't be referenced"):
+        pool.incref([1, 5])
     assert list(pool.free_blocks()) == [1, 3, 2, 0]
 
 
@@ -130,9 +130,9 @@ def test_a_fork_shares_everything_and_copies_only_the_tail_it_writes():
     assert child.blocks_needed(1) == 1 and child.blocks_needed(3) == 2 and child.blocks_needed(0) == 0
     with pytest.raises(BlockError, match="block 1 is shared"):
         child.append(1)
-    assert child.writable_tail() == (1, 2) and child.blocks == [0, 2]
+    assert child.copy_on_write() == (1, 2) and child.blocks == [0, 2]
     assert child.append(1) == [2 * 4 + 2]
-    assert parent.writable_tail() is None, "after the child's copy, the parent owns its tail alone"
+    assert parent.copy_on_write() is None, "after the child's copy, the parent owns its tail alone"
     assert pool.refcount(0) == 2 and pool.refcount(1) == pool.refcount(2) == 1
 
 
@@ -141,7 +141,7 @@ def test_a_full_shared_tail_needs_no_copy():
     parent = BlockTable(pool)
     parent.append(8)
     child = parent.fork()
-    assert child.writable_tail() is None and child.append(1) == [8]
+    assert child.copy_on_write() is None and child.append(1) == [8]
     assert parent.append(1) == [12]
 
 
@@ -152,7 +152,7 @@ def test_copy_on_write_without_a_free_block_changes_nothing():
     child = parent.fork()
     before = state(pool)
     with pytest.raises(OutOfBlocks):
-        child.writable_tail()
+        child.copy_on_write()
     assert state(pool) == before and child.blocks == parent.blocks
 
 
@@ -176,7 +176,7 @@ def test_a_truncated_fork_may_write_only_after_a_copy():
     child.truncate(6)
     with pytest.raises(BlockError):
         child.append(1)
-    assert child.writable_tail() == (1, 2)
+    assert child.copy_on_write() == (1, 2)
 
 
 @pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 7), (7, 7)])
@@ -201,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.counter = 0
 
     def write(self, table, n):
-        copy = table.writable_tail() if n else None  # nothing is written, nothing need be copied
+        copy = table.copy_on_write() if n else None  # nothing is written, nothing need be copied
         if copy is not None:
             src, dst = copy
             for offset in range(self.size):

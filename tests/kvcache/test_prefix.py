@@ -15,6 +15,7 @@ from tiny_models import tiny
 from labcore import LLM, SamplingParams
 from labcore.engine.invariants import check_integrity
 from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import HashedPrefixCache, block_key
 from labcore.models import from_model
 from labcore.request import Request
@@ -37,11 +38,10 @@ class Bench:
                  watermark=0):
         self.cache = HashedPrefixCache(block_size, key_of)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks, block_size),
+            KVCacheManager(BlockPool(num_blocks, block_size), self.cache),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             chunking=ChunkedPrefill() if chunked else WholePrompts(max_num_seqs),
-            prefix_cache=self.cache,
             preemption=Recompute(),
             policy=policy or FirstComeFirstServed(),
             watermark=watermark,
@@ -66,7 +66,7 @@ class Bench:
 
     def step(self):
         plan = self.scheduler.schedule()
-        size = self.scheduler.pool.block_size
+        size = self.scheduler.kv.pool.block_size
         moved = {d * size + i: self.memory.get(s * size + i) for s, d in plan.block_copies for i in range(size)}
         self.memory.update(moved)
         batch = [(self.requests[name], n) for name, n in plan.num_scheduled_tokens.items()]
@@ -80,14 +80,9 @@ class Bench:
                 self.memory[slots[p]] = (mark, text[: p + 1])
             self.num_computed += n
         caught_up = [request for request, n in batch if n == request.num_uncomputed_tokens]
+        caught_up += [self.requests[name] for family in plan.siblings.values() for name in family]
         for request, n in batch:
-            self.scheduler.computed(request, n)
-        for leader in list(caught_up):
-            standing_by = list(self.scheduler.followers.values())
-            family = [f for f in standing_by if f.request_id.split(".")[0] == leader.request_id[:-2]]
-            for follower in family if leader.request_id.endswith(".0") and not leader.output_token_ids else []:
-                self.scheduler.follow(follower, leader)
-                caught_up.append(follower)
+            self.scheduler.commit(request, n)
         for request in caught_up:
             request.output_token_ids.append((len(request.output_token_ids) + request.seed) % 3)
             if len(request.output_token_ids) == request.max_tokens:
@@ -110,7 +105,7 @@ class Bench:
     def look_up(self, request, num_blocks):
         """The cached blocks of the request's first full blocks, looked up from scratch."""
         chain = []
-        for key, content in self.cache._identities(request, num_blocks):
+        for key, content in self.cache._block_hashes(request, num_blocks):
             chain.append(self.cache._find(key, content, chain[-1] if chain else None))
             if chain[-1] is None:
                 return chain[:-1]
@@ -118,7 +113,7 @@ class Bench:
 
     def audit(self):
         check_integrity(self.scheduler, self.requests.values())
-        size = self.scheduler.pool.block_size
+        size = self.scheduler.kv.pool.block_size
         for block, cached in self.cache._by_block.items():
             assert block in cached.blocks and self.cache._by_key[cached.key] is cached
             assert all(block * size + i in self.memory for i in range(size)), "a block is findable and was never computed"
@@ -131,7 +126,7 @@ class Bench:
             head = self.scheduler.waiting.peek()
             found = self.look_up(head, (head.num_tokens - 1) // size if head.use_prefix_cache else 0)
             assert self.cache.match(head) == [cached.block for cached in found]
-            assert not head.use_prefix_cache or head.prefix_chain == found
+            assert not head.use_prefix_cache or head.cached_chain == found
 
 
 def test_the_second_of_two_equal_prompts_computes_one_block_less_than_it_could():
@@ -144,7 +139,7 @@ def test_the_second_of_two_equal_prompts_computes_one_block_less_than_it_could()
     again = bench.add(prompt)
     plan = bench.step()
     assert plan.num_scheduled_tokens == {"r1": 4} and again.num_cached_tokens == 8
-    assert (bench.scheduler.prefix_cache_queries, bench.scheduler.prefix_cache_hits) == (24, 8)
+    assert (bench.scheduler.kv.prefix_cache_queries, bench.scheduler.kv.prefix_cache_hits) == (24, 8)
 
 
 @pytest.mark.parametrize("length, cached", [(3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (13, 12)])
@@ -247,7 +242,7 @@ def test_the_least_recently_used_go_first_and_tails_before_heads():
     bench.add(range(16), name="old head")
     bench.run()
     assert bench.finished["old head"].num_cached_tokens == 4
-    assert bench.scheduler.pool.num_free == 8
+    assert bench.scheduler.kv.pool.num_free == 8
 
 
 @pytest.mark.parametrize("budget", [64, 4])
@@ -287,10 +282,10 @@ def test_eviction_while_a_request_waits_ends_its_match_there_or_turns_to_an_equa
     before = bench.cache.match(waiting)
     assert before == owners[-1].table.blocks[:3]
     bench.run()
-    bench.cache.forget([before[evicted]])
+    bench.cache.evict([before[evicted]])
     after = bench.cache.match(waiting)
     assert before[evicted] not in after and len(after) == (3 if copies == 2 else evicted)
-    assert [cached.block for cached in waiting.prefix_chain] == after
+    assert [cached.block for cached in waiting.cached_chain] == after
     again = bench.add(range(13), name="again")
     bench.run()
     assert len(bench.cache.match(waiting)) == 3 and again.num_cached_tokens == 4 * len(after)
@@ -319,10 +314,10 @@ def test_idle_cached_blocks_count_as_free_and_are_counted_once():
     bench = Bench(num_blocks=6)
     bench.add(range(17))
     bench.run()
-    assert bench.scheduler.pool.num_free == 6
+    assert bench.scheduler.kv.pool.num_free == 6
     bench.add([*range(17), *range(90, 96)], output=2)
     plan = bench.step()
-    assert plan.num_scheduled_tokens == {"r1": 7} and bench.scheduler.pool.num_free == 0
+    assert plan.num_scheduled_tokens == {"r1": 7} and bench.scheduler.kv.pool.num_free == 0
 
 
 def test_a_request_that_comes_back_after_preemption_is_no_hit_and_keeps_what_it_reported():
@@ -332,7 +327,7 @@ def test_a_request_that_comes_back_after_preemption_is_no_hit_and_keeps_what_it_
     bench.scheduler.roll_back([request])
     plan = bench.step()
     assert plan.num_scheduled_tokens == {"r0": 1} or plan.num_scheduled_tokens == {"r0": 5}
-    assert request.num_cached_tokens == 0 and bench.scheduler.prefix_cache_hits == 0
+    assert request.num_cached_tokens == 0 and bench.scheduler.kv.prefix_cache_hits == 0
     bench.run()
 
 
@@ -361,7 +356,7 @@ def test_equal_tokens_behind_another_text_are_no_hit_even_when_the_hashes_agree(
 
     def keys(first):
         request = Request("r", [*first, *child, 0], Params(), 0, 1, 0)
-        return [key for key, _ in cache._identities(request, 2)]
+        return [key for key, _ in cache._block_hashes(request, 2)]
 
     heads = [[i, 1, 2, 3] for i in range(200)]
     first = heads[0]
@@ -431,7 +426,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "bench"):
             self.bench.run()
-            assert self.bench.scheduler.pool.num_free == self.bench.scheduler.pool.num_blocks
+            assert self.bench.scheduler.kv.pool.num_free == self.bench.scheduler.kv.pool.num_blocks
 
 
 PrefixMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -544,7 +539,7 @@ def test_an_empty_cache_of_ones_own_is_plugged_in_and_not_taken_for_none(model):
     cache = HashedPrefixCache(8)
     llm = LLM(from_model(model), num_blocks=32, block_size=8, prefix_cache=cache)
     llm.generate(list(range(1, 20)), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert llm.engine.scheduler.prefix_cache is cache and len(cache) == 2
+    assert llm.engine.scheduler.kv.prefix_cache is cache and len(cache) == 2
 
 
 def test_the_next_turn_of_a_chat_finds_the_blocks_that_were_filled_while_it_was_answered(model):

@@ -302,7 +302,7 @@ def test_observe_records_tables_without_an_engine():
     recorder.observe({"ana": ana}, pool)
     bo = ana.fork()
     recorder.observe({"ana": ana, "bo": bo}, pool)
-    bo.writable_tail()
+    bo.copy_on_write()
     bo.append(1)
     recorder.observe({"ana": ana, "bo": bo}, pool)
     ana.free()

@@ -264,7 +264,7 @@ def follow_random_beams(rng, pool):
         for beam in beams:
             beam.free()
         for child in children:
-            child.writable_tail()
+            child.copy_on_write()
             child.append(1)
         beams = children
         listed = [block for beam in beams for block in beam.blocks]

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from labcore.engine.invariants import check_integrity
 from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import NoPrefixCache
 from labcore.request import Request, RequestStatus
 from labcore.sampling_params import SamplingParams
@@ -28,11 +29,10 @@ class Bench:
                  aging=1000, watermark=0):
         pool = BlockPool(num_blocks, block_size, free_order=order)
         self.scheduler = Scheduler(
-            pool,
+            KVCacheManager(pool, NoPrefixCache(block_size)),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             chunking=ChunkedPrefill(max_partial_prefills=1000) if chunked else WholePrompts(max_num_seqs),
-            prefix_cache=NoPrefixCache(block_size),
             preemption=Recompute(),
             policy=PriorityWithAging(aging) if policy == "priority" else FirstComeFirstServed(),
             watermark=watermark,
@@ -61,7 +61,7 @@ class Bench:
         for name, n in plan.num_scheduled_tokens.items():
             request = self.requests[name]
             self.computed[name] += n
-            self.scheduler.computed(request, n)
+            self.scheduler.commit(request, n)
             if request.num_uncomputed_tokens == 0:
                 request.output_token_ids.append(len(request.output_token_ids))
                 if len(request.output_token_ids) == request.max_tokens:
@@ -257,7 +257,7 @@ def boundary(num_prompt_tokens, *, watermark=0, num_blocks=8):
     bench.add("victim", 10, 20, priority=5)
     bench.step()
     bench.step()
-    assert bench.requests["ana"].table.blocks_needed(1) == 1 and bench.scheduler.pool.num_free == num_blocks - 7
+    assert bench.requests["ana"].table.blocks_needed(1) == 1 and bench.scheduler.kv.pool.num_free == num_blocks - 7
     bench.add("urgent", num_prompt_tokens, 3, priority=1)
     return bench
 
@@ -337,7 +337,7 @@ def test_preemption_in_vain_is_spared_those_who_hold_too_few_blocks_for_the_one_
         assert bench.step().preempted == []
     bench.scheduler.chunking.long_prefill_threshold = 0
     long, behind = bench.requests["long"], bench.requests["behind"]
-    lacking = long.table.blocks_needed(long.num_uncomputed_tokens) - bench.scheduler.pool.num_free
+    lacking = long.table.blocks_needed(long.num_uncomputed_tokens) - bench.scheduler.kv.pool.num_free
     assert lacking > len(behind.table.blocks)
     plan = bench.step()
     assert plan.preempted == ["long"] and plan.num_scheduled_tokens == {"first": 1, "behind": 1}
@@ -481,7 +481,7 @@ def test_a_request_can_be_taken_out_in_any_state(state):
     bench.end(victim)
     check_integrity(bench.scheduler, bench.requests.values())
     bench.run()
-    assert len(bench.finished) == 3 and bench.scheduler.pool.num_free == 4
+    assert len(bench.finished) == 3 and bench.scheduler.kv.pool.num_free == 4
 
 
 def test_an_id_may_be_used_again_after_its_request_is_gone():
@@ -545,21 +545,21 @@ class Before:
     """What a scheduler knew before a step, and what must be true of the plan that it made. No block has two owners here."""
 
     def __init__(self, scheduler):
-        self.scheduler, self.budget, self.free = scheduler, scheduler.max_num_batched_tokens, scheduler.pool.num_free
+        self.scheduler, self.budget, self.free = scheduler, scheduler.max_num_batched_tokens, scheduler.kv.pool.num_free
         self.ran = list(scheduler.running)
         self.held = {r.request_id: len(r.table.blocks) for r in self.ran}
         self.wants = {r.request_id: r.table.blocks_needed(min(r.num_uncomputed_tokens, self.budget)) for r in self.ran}
         self.decoding = {r.request_id for r in self.ran if r.num_uncomputed_tokens == 1}
         self.num_uncomputed = sum(r.num_uncomputed_tokens for r in self.ran)
         self.head = scheduler.waiting.peek() if scheduler.waiting else None
-        self.outranked = [r for r in self.ran if self.head is not None and scheduler.policy.outranks(self.head, r)]
+        self.outranked = [r for r in self.ran if self.head is not None and scheduler.policy.can_preempt(self.head, r)]
 
     def head_fits_beside(self, staying):
         """Whether the head finds a slot and blocks if just these go on.
 
         Those that it doesn't outrank keep all that they still need, the others what they need in this step.
         """
-        size, watermark = self.scheduler.pool.block_size, self.scheduler.watermark
+        size, watermark = self.scheduler.kv.pool.block_size, self.scheduler.watermark
         keeping = [r for r in staying if r not in self.outranked]
         reserved = sum(-(-r.num_tokens // size) - self.held[r.request_id] for r in keeping)
         reserved += watermark * (len(keeping) + 1) if keeping else 0
@@ -584,7 +584,7 @@ class Before:
 
     def check_urgent(self, plan, preempted):
         """Requests were preempted for the head of the queue: it computes, and it needed them all, and might take them."""
-        entitled = self.scheduler.policy.entitlement
+        entitled = self.scheduler.policy.sort_key
         assert self.head.request_id in plan.num_scheduled_tokens, "preempted for one that computes nothing"
         short = sum(self.wants.values()) > self.free
         assert short or all(r in self.outranked for r in preempted), "preempted for one that doesn't outrank it"
@@ -593,7 +593,7 @@ class Before:
 
     def check_short_of_blocks(self, preempted):
         """Running requests were short of blocks: each that stepped back had none left, or was behind one that needed them."""
-        entitled = self.scheduler.policy.entitlement
+        entitled = self.scheduler.policy.sort_key
         taken = sum(len(r.table.blocks) - self.held[r.request_id] for r in self.ran if r not in preempted)
         for request in preempted:
             wanted = taken + self.wants[request.request_id]
@@ -604,7 +604,7 @@ class Before:
 
     def check_admission(self, plan):
         """Nobody was preempted: whoever could come in did, in order, and so did one that might have preempted."""
-        entitled, waiting = self.scheduler.policy.entitlement, self.scheduler.waiting
+        entitled, waiting = self.scheduler.policy.sort_key, self.scheduler.waiting
         admitted = [r for r in self.scheduler.running if r not in self.ran]
         if admitted and waiting:
             assert max(map(entitled, admitted)) < min(map(entitled, waiting)), "somebody was overtaken"
@@ -688,7 +688,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "bench"):
             tokens = sum(len(r.prompt_token_ids) + r.max_tokens for r in self.bench.requests.values())
             self.bench.run(limit=1000 + 2 * tokens)  # a budget of 1 takes a step for each token
-            assert self.bench.scheduler.pool.num_free == self.bench.scheduler.pool.num_blocks
+            assert self.bench.scheduler.kv.pool.num_free == self.bench.scheduler.kv.pool.num_blocks
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

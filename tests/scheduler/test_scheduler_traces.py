@@ -10,6 +10,7 @@ import pytest
 
 from labcore.engine.invariants import check_integrity
 from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import NoPrefixCache
 from labcore.request import Request
 from labcore.sampling_params import SamplingParams
@@ -38,11 +39,10 @@ class Replay:
 
     def __init__(self, log, *, num_blocks, policy, chunked, max_num_seqs=64, budget=4096, audit_every=200):
         self.scheduler = Scheduler(
-            BlockPool(num_blocks, BLOCK_SIZE),
+            KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE), NoPrefixCache(BLOCK_SIZE)),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             chunking=ChunkedPrefill() if chunked else WholePrompts(max_num_seqs),
-            prefix_cache=NoPrefixCache(BLOCK_SIZE),
             preemption=Recompute(),
             policy=policy,
         )
@@ -70,7 +70,7 @@ class Replay:
             step += 1
             if step % self.audit_every == 0:
                 check_integrity(self.scheduler, self.requests.values())
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        assert self.scheduler.kv.pool.num_free == self.scheduler.kv.pool.num_blocks
         return step
 
     def arrive(self, i, line):
@@ -92,7 +92,7 @@ class Replay:
         self.now += seconds_of_a_step(plan.num_tokens, kv_tokens)
         self.computed += plan.num_tokens
         for request in scheduled:
-            self.scheduler.computed(request, plan.num_scheduled_tokens[request.request_id])
+            self.scheduler.commit(request, plan.num_scheduled_tokens[request.request_id])
             if request.num_uncomputed_tokens == 0:
                 request.output_token_ids.append(len(request.output_token_ids))
                 if request.metrics.first_token_time is None:

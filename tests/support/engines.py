@@ -103,7 +103,7 @@ def assert_recorded_truly(engine) -> None:
         assert told.num_computed_tokens == request.num_computed_tokens
         assert list(told.token_ids) == request.prompt_token_ids + request.output_token_ids
     for block in snapshot.blocks:
-        known = scheduler.prefix_cache.hash_of(block.block)
+        known = scheduler.kv.prefix_cache.hash_of(block.block)
         assert block.hash == (None if known is None else known.hex())
     assert snapshot.leaked == 0
 

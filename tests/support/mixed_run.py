@@ -40,7 +40,7 @@ def assert_answered(output: RequestOutput, prompt: Sequence[int], params: Sampli
 
 
 class MixedRun:
-    """A workload over every kind of request, in a pool that is too small for it: preemptions, forks, followers, beams."""
+    """A workload over every kind of request, in a pool that is too small for it: preemptions, forks, siblings, beams."""
 
     PARAMS = {
         "plain": greedy(14),

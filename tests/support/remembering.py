@@ -73,7 +73,7 @@ class RememberingRunner:
             assert n > 0, f"{request_id} is scheduled for nothing"
             self._compute(request, n)
             if n == request.num_uncomputed_tokens:
-                caught_up.append(request)
+                caught_up += [request, *(requests[sibling] for sibling in plan.siblings.get(request_id, ()))]
         assert plan.num_scheduled_tokens, "an empty step"
         self._fall_over_if_asked_to(0)
         texts = [tuple(request.token_ids(0, request.num_tokens)) for request in caught_up]

@@ -117,7 +117,7 @@ class ToyEngine:
             while request in self.running and budget:
                 try:
                     count = min(budget, request.num_tokens - request.num_computed_tokens)
-                    if copy := request.table.writable_tail():
+                    if copy := request.table.copy_on_write():
                         plan.block_copies.append(copy)
                         self._forget(copy[1])
                     self._grow(request, count)
@@ -196,7 +196,7 @@ class ToyEngine:
             block = self.hash_to_block.get(hash(tuple(tokens[:stop])))
             if block is None:
                 break
-            self.pool.touch([block])
+            self.pool.incref([block])
             request.table.blocks.append(block)
             request.table.num_tokens += size
         request.num_computed_tokens = request.num_cached_tokens = request.table.num_tokens

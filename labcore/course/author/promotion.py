@@ -105,7 +105,7 @@ def collect(folder: Path) -> tuple[dict[str, Promoted], list[str]]:
 
 
 def marked_names(source: str) -> list[str]:
-    """The symbols that the first line of a cell names; `.refcount` after `kvcache.blocks.BlockPool.fork` is its sibling."""
+    """The symbols that the first line of a cell names; `.refcount` after `kvcache.blocks.BlockPool.share` is its sibling."""
     match = MARKER.fullmatch(source.split("\n", 1)[0].strip())
     names: list[str] = []
     for word in match[1].split(",") if match else ():
@@ -258,7 +258,7 @@ def _gaps(part: str, notebook: str, promoted: dict[str, Promoted], package: Path
 
 
 def _is_member(name: str, defined: dict[str, Definition]) -> bool:
-    """True for "kvcache.blocks.BlockPool.fork" in a cell that opens BlockPool: the last but one word is a class of the cell."""
+    """True for "kvcache.blocks.BlockPool.share" in a cell that opens BlockPool: the last but one word is a class of the cell."""
     owner = name.split(".")[-2] if "." in name else ""
     return isinstance(defined.get(owner), ast.ClassDef)
 

@@ -28,7 +28,7 @@ class MendedBeams(Beams):
 
     def advance(self, parents: Sequence[int]) -> None:
         for parent in parents:
-            self.pool.fork(self.rows[parent])
+            self.pool.share(self.rows[parent])
         for row in self.rows:
             self.pool.free(row)
         self.rows = [self.rows[parent] + self.pool.allocate(1) for parent in parents]
@@ -59,7 +59,7 @@ def check_allocate(BlockPool: Any) -> None:
 
 
 def check_free(BlockPool: Any) -> None:
-    expect_attributes(BlockPool, "allocate", "fork", "refcount", "free")
+    expect_attributes(BlockPool, "allocate", "share", "refcount", "free")
     pool = four_taken(BlockPool)
     pool.free([0])
     expect_equal(pool.refcount(0), 0, "the refcount of block 0, after its only owner gave it back")
@@ -84,7 +84,7 @@ def check_free(BlockPool: Any) -> None:
 
 def check_free_shared(BlockPool: Any) -> None:
     pool = four_taken(BlockPool)
-    pool.fork([2])
+    pool.share([2])
     pool.free([2])
     said = "block 2 had two owners, and one of them gave it back"
     expect(2 not in free_queue(pool), f"{said}: it stands in the free queue", "it to stay with its other owner", hint=2)
@@ -92,7 +92,7 @@ def check_free_shared(BlockPool: Any) -> None:
     pool.free([2])
     expect_equal(pool.refcount(2), 0, "the refcount of block 2, after both its owners gave it back", hint=2)
     expect_equal(free_queue(pool), [1, 3, 2], "the free queue, after both owners of block 2 gave it back", hint=2)
-    pool.fork([0])
+    pool.share([0])
     pool.free([0, 0])
     said = "the free queue, after both owners of block 0 gave it back in one call"
     expect_equal(free_queue(pool), [1, 3, 2, 0], said, hint=2)
@@ -148,14 +148,14 @@ def check_boundary(BlockTable: Any) -> None:
 
 
 def check_copy_on_write(BlockTable: Any) -> None:
-    expect_attributes(BlockTable, "append", "writable_tail")
+    expect_attributes(BlockTable, "append", "copy_on_write")
     pool = pool_of(6)
     bo = BlockTable(pool)
     expect_nothing_to_copy(bo, "an empty table")
     bo.append(6)
     expect_nothing_to_copy(bo, "a table that shares nothing")
     child = fork_of(bo)
-    copy = child.writable_tail()
+    copy = child.copy_on_write()
     asked = "a fork of 6 tokens in the shared blocks 4 and 0 asked for a writable tail, block 2 being the next free"
     expect(isinstance(copy, tuple), f"{asked}, and got {show(copy)}", "the pair (src, dst)")
     expect_equal(copy, (0, 2), asked)
@@ -175,7 +175,7 @@ def check_copy_on_write(BlockTable: Any) -> None:
     child = fork_of(bo)
     before = state(pool, child)
     asked = "a fork asked for a writable tail with no block free"
-    expect_refused("OutOfBlocks", child.writable_tail, asked, hint=3)
+    expect_refused("OutOfBlocks", child.copy_on_write, asked, hint=3)
     expect_same(before, pool, f"{asked}; it was refused", child, hint=3)
 
 
@@ -186,7 +186,7 @@ def check_nobody_sees_anothers_write(BlockTable: Any) -> None:
     tables = {"Bo": bo, "child 1": fork_of(bo), "child 2": fork_of(bo)}
     texts = dict.fromkeys(tables, "abcdef")
     for who, text in (("child 1", "X"), ("Bo", "g"), ("child 2", "YZ"), ("Bo", "hi"), ("child 1", "W")):
-        copy = tables[who].writable_tail()
+        copy = tables[who].copy_on_write()
         if copy is not None:
             src, dst = copy
             memory.update({4 * dst + i: memory.get(4 * src + i, "?") for i in range(4)})
@@ -264,7 +264,7 @@ def pool_of(num_blocks: int) -> BlockPool:
 def fork_of(table: Any) -> Any:
     """A second table over the same blocks, of the same class: the learner's, whatever class their `fork` makes."""
     child = type(table)(table.pool)
-    table.pool.fork(table.blocks)
+    table.pool.share(table.blocks)
     child.blocks, child.num_tokens = list(table.blocks), table.num_tokens
     return child
 
@@ -312,9 +312,9 @@ def expect_refused(error: str | None, call: Callable[[], Any], said: str, hint: 
 
 
 def expect_nothing_to_copy(table: Any, who: str) -> None:
-    """Go on if writable_tail() gives None and takes no block."""
+    """Go on if copy_on_write() gives None and takes no block."""
     free = table.pool.num_free
-    copy = table.writable_tail()
+    copy = table.copy_on_write()
     expect(copy is None, f"{who} asked for a writable tail, and got {show(copy)}", "None: nothing to copy", hint=1)
     expect_equal(table.pool.num_free, free, f"{who} asked for a writable tail: num_free now", hint=1)
 
@@ -378,7 +378,7 @@ EXERCISES = (
         title="copy on write",
         minutes=12,
         difficulty=2,
-        spec="`writable_tail()` returns None if the next token may be written where it is: the last block is full, or "
+        spec="`copy_on_write()` returns None if the next token may be written where it is: the last block is full, or "
         "has one owner. Otherwise it takes a fresh block in place of the shared one, gives its reference on the "
         "shared one back, and returns (src, dst): the copy that is still to be made. If no block is free, "
         "`OutOfBlocks`, and nothing has changed.",

@@ -18,7 +18,7 @@ class Beams:
         self.pool = pool
         prompt = pool.allocate(num_prompt_tokens)
         for _ in range(width - 1):
-            pool.fork(prompt)
+            pool.share(prompt)
         self.rows = [list(prompt) for _ in range(width)]
 
     def advance(self, parents: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class Beams:
             if parents.count(beam) == 0:
                 self.pool.free(row)
             elif parents.count(beam) > 1:
-                self.pool.fork(row)
+                self.pool.share(row)
         self.rows = [self.rows[parent] + self.pool.allocate(1) for parent in parents]
 
     def finish(self) -> None:

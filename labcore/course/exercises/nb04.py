@@ -9,7 +9,8 @@ from typing import Any
 from labcore.course.exercises.nb04_planted import CopyingScheduler
 from labcore.course.learner.exercise import BugHunt, Exercise, expect, expect_attributes, expect_equal, show
 from labcore.engine.invariants import IntegrityError, check_integrity
-from labcore.kvcache.blocks import BlockPool, BlockTable
+from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import NoPrefixCache
 from labcore.request import Request, RequestStatus
 from labcore.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ class MendedScheduler(CopyingScheduler):
 
         for asking in list(self.running):
             n = self.chunking.num_tokens(asking, budget, self.max_num_batched_tokens)
-            while is_running(asking) and asking.table.blocks_needed(n) > self.pool.num_free:
+            while is_running(asking) and asking.table.blocks_needed(n) > self.kv.pool.num_free:
                 least_entitled = self.running[-1]
                 self._preempt(least_entitled, plan)
             if is_running(asking) and n > 0:  # a victim computes nothing in this step
@@ -45,9 +46,9 @@ class CountingPolicy(FirstComeFirstServed):
     def __init__(self) -> None:
         self.asked = 0
 
-    def entitlement(self, request: Request) -> tuple:
+    def sort_key(self, request: Request) -> tuple:
         self.asked += 1
-        return super().entitlement(request)
+        return super().sort_key(request)
 
 
 def check_queue(WaitingQueue: Any) -> None:
@@ -95,7 +96,7 @@ def check_no_search(WaitingQueue: Any) -> None:
 
 
 def check_admission(Scheduler: Any) -> None:
-    expect_attributes(Scheduler, "add", "_join", "_reserve", "_finds_room", "_first_tokens", "_schedule_waiting")
+    expect_attributes(Scheduler, "add", "_admit", "_reserve", "_can_admit", "_first_chunk", "_schedule_waiting")
     three = {"ana": 6, "bo": 3, "cy": 9}
     asked = "Ana (6 tokens), Bo (3) and Cy (9) wait; 4 seats, a budget of 64, 20 blocks of 4 free"
     scheduler, plan = admit(Scheduler, three, asked)
@@ -103,7 +104,7 @@ def check_admission(Scheduler: Any) -> None:
     expect_equal(list(plan.num_scheduled_tokens), list(three), f"{asked}: the order of the plan", hint=2)
     expect_equal(names(scheduler.running), list(three), f"{asked}: those who run", hint=2)
     expect_equal(len(scheduler.waiting), 0, f"{asked}: how many still wait", hint=2)
-    expect_equal(20 - scheduler.pool.num_free, 2 + 1 + 3, f"{asked}: blocks taken", hint=2)
+    expect_equal(20 - scheduler.kv.pool.num_free, 2 + 1 + 3, f"{asked}: blocks taken", hint=2)
 
     asked = "Ana, Bo and Cy wait, and there are 2 seats"
     expect_admitted(Scheduler, three, ["ana", "bo"], asked, seats=2)
@@ -131,8 +132,8 @@ def check_watermark(Scheduler: Any) -> None:
     expect_admitted(Scheduler, two, ["ana"], asked, num_blocks=5, hint=2)
     asked = "Ana and Bo wait with 6 tokens each; of 6 blocks they take 4, and one block for each of the two is left"
     expect_admitted(Scheduler, two, ["ana", "bo"], asked, num_blocks=6)
-    asked = "Ana and Bo wait with 6 tokens each, 5 blocks are free, and careful is False: the watermark is not asked"
-    expect_admitted(Scheduler, two, ["ana", "bo"], asked, num_blocks=5, careful=False, hint=2)
+    asked = "Ana and Bo wait with 6 tokens each, 5 blocks are free, and keep_watermark is False: the watermark is not asked"
+    expect_admitted(Scheduler, two, ["ana", "bo"], asked, num_blocks=5, keep_watermark=False, hint=2)
 
 
 def expect_admitted(
@@ -148,20 +149,20 @@ def expect_admitted(
 
 def admit(
     Scheduler: Any, lengths: dict[str, int], asked: str, *, num_blocks: int = 20, seats: int = 4, budget: int = 64,
-    watermark: int = 1, careful: bool = True,
+    watermark: int = 1, keep_watermark: bool = True,
 ) -> tuple[Any, SchedulerOutput]:  # fmt: skip
     """A scheduler of the learner's class after `_schedule_waiting`, and its plan."""
     scheduler = scheduler_of(Scheduler, num_blocks, seats, max(budget, 1), watermark=watermark)
     for arrival, (name, prompt) in enumerate(lengths.items()):
         scheduler.add(new_request(name, arrival, prompt))
     plan = SchedulerOutput(1)
-    scheduler._schedule_waiting(plan, budget, careful)
+    scheduler._schedule_waiting(plan, budget, keep_watermark)
     expect(plan.num_tokens <= budget, f"{asked}: {plan.num_tokens} tokens are in the plan", f"{budget} at most", hint=1)
     return scheduler, plan
 
 
 def check_aging(Policy: Any) -> None:
-    expect_attributes(Policy, "entitlement", "outranks")
+    expect_attributes(Policy, "sort_key", "can_preempt")
     policy = Policy(aging=10)
 
     def request(priority: int, step: int, arrival: int = 0) -> Request:
@@ -170,7 +171,7 @@ def check_aging(Policy: Any) -> None:
         return made
 
     def ahead(first: Request, second: Request, said: str, hint: int = 1) -> None:
-        keys = policy.entitlement(first), policy.entitlement(second)
+        keys = policy.sort_key(first), policy.sort_key(second)
         expect(
             keys[0] < keys[1], f"{said}; their keys are {show(keys[0])} and {show(keys[1])}", "the first smaller", hint
         )
@@ -184,12 +185,12 @@ def check_aging(Policy: Any) -> None:
     )
     ahead(request(2, 5, 3), request(2, 5, 7), "two of priority 2 came in the same step, in this order", hint=1)
     twin = request(2, 5, 3)
-    twin.birth = 1
+    twin.beam_id = 1
     ahead(request(2, 5, 3), twin, "two beams of one search differ in their birth alone", hint=1)
     running = request(1, 0)
-    key = policy.entitlement(running)
+    key = policy.sort_key(running)
     running.output_token_ids, running.num_computed_tokens = [0] * 9, 12
-    expect_equal(policy.entitlement(running), key, "a request was asked for its key again, 9 tokens later", hint=2)
+    expect_equal(policy.sort_key(running), key, "a request was asked for its key again, 9 tokens later", hint=2)
 
     for waiting, other, expected, said in (
         (request(0, 5, 1), request(1, 5, 0), True, "priority 0 waits, priority 1 of the same step runs"),
@@ -204,11 +205,11 @@ def check_aging(Policy: Any) -> None:
         ),
         (request(1, 0, 0), request(0, 30, 1), False, "priority 1 waits since step 0, priority 0 of step 30 runs"),
     ):
-        expect_equal(bool(policy.outranks(waiting, other)), expected, f"{said}: outranks(waiting, running)", hint=3)
+        expect_equal(bool(policy.can_preempt(waiting, other)), expected, f"{said}: can_preempt(waiting, running)", hint=3)
 
 
 def check_victims(Scheduler: Any) -> None:
-    expect_attributes(Scheduler, "_victims", "_join", "_reserve")
+    expect_attributes(Scheduler, "_victims", "_admit", "_reserve")
     a, b, c, d = ("a", 1), ("b", 5), ("c", 5), ("d", 9)  # name, priority; each holds 2 blocks
     full = "a (priority 1), b and c (5) and d (9) run with 2 blocks each, all 4 seats are taken"
     expect_victims(Scheduler, [a, b, c, d], 0, ["d"], f"{full}; urgent (0) needs a seat and no block")
@@ -254,21 +255,21 @@ def expect_victims(
     for arrival, (name, urgency, *came) in enumerate(running):
         request = new_request(name, arrival, 2 * SIZE, priority=urgency)
         request.arrival_step = came[0] if came else 0
-        request.table = BlockTable(scheduler.pool)
-        scheduler._join(request, [])
+        scheduler.kv.open_table(request)
+        scheduler._admit(request, [])
         if name == twins[1]:
             request.table = next(r.table for r in scheduler.running if r.request_id == twins[0]).fork()
         else:
             scheduler._reserve(request, 2 * SIZE, SchedulerOutput(1))
         if name == shared:
-            scheduler.pool.fork(request.table.blocks)
-    free = scheduler.pool.num_free
+            scheduler.kv.pool.share(request.table.blocks)
+    free = scheduler.kv.pool.num_free
     victims = scheduler._victims(new_request("urgent", 99, SIZE, priority=priority), missing)
     if victims is not None:
         expect(isinstance(victims, list), f"{said}; _victims gave {show(victims)}", "a list of requests, or None", hint)
         victims = names(victims)
     expect_equal(victims, expected, f"{said}: those who have to go", hint)
-    same = names(scheduler.running) == [name for name, *_ in running] and scheduler.pool.num_free == free
+    same = names(scheduler.running) == [name for name, *_ in running] and scheduler.kv.pool.num_free == free
     expect(same, f"{said}; _victims has changed who runs, or the pool", "it to say whom, and to change nothing", hint=1)
 
 
@@ -321,7 +322,7 @@ def serve(Scheduler: Any, people: Sequence[tuple[str, int, int]], num_blocks: in
 
 def take_in(scheduler: Any, unfinished: dict[str, Request], request: Request, n: int) -> None:
     """The step is done: a request that has caught up gains a token, and leaves with its last one."""
-    scheduler.computed(request, n)
+    scheduler.commit(request, n)
     if request.num_uncomputed_tokens == 0:
         request.output_token_ids.append(0)
         if len(request.output_token_ids) == request.max_tokens:
@@ -334,9 +335,9 @@ def scheduler_of(
 ) -> Any:
     """A scheduler of the learner's class; everything it stands on is labcore's own."""
     return Scheduler(
-        BlockPool(num_blocks, SIZE), max_num_seqs=seats, max_num_batched_tokens=budget, chunking=WholePrompts(0),
-        prefix_cache=NoPrefixCache(SIZE), preemption=Recompute(), policy=policy or FirstComeFirstServed(),
-        watermark=watermark,
+        KVCacheManager(BlockPool(num_blocks, SIZE), NoPrefixCache(SIZE)), max_num_seqs=seats,
+        max_num_batched_tokens=budget, chunking=WholePrompts(0), preemption=Recompute(),
+        policy=policy or FirstComeFirstServed(), watermark=watermark,
     )  # fmt: skip
 
 
@@ -380,7 +381,7 @@ EXERCISES = (
         title="admission",
         minutes=15,
         difficulty=2,
-        spec="`_schedule_waiting(plan, budget, careful)` admits from the head of `self.waiting` while somebody "
+        spec="`_schedule_waiting(plan, budget, keep_watermark)` admits from the head of `self.waiting` while somebody "
         "waits, a seat is free and budget is left. It stops at the first request that finds no room or may "
         "compute no token: nobody overtakes. Whoever is admitted joins, with its tokens reserved, and makes the "
         "budget smaller.",
@@ -390,7 +391,7 @@ EXERCISES = (
             "Four questions, in this order: does anybody wait? Is there a seat? Is there budget? Does the first "
             "one find room? And every admission changes the answers.",
             "`peek` looks, `pop` takes: take only whom you let in. Then it joins, and its tokens are reserved. "
-            "And hand `careful` on to `_finds_room`, who knows about the watermark.",
+            "And hand `keep_watermark` on to `_can_admit`, who knows about the watermark.",
             "If the first in line can't come in, stop there. Those behind it may be smaller, and still have to wait.",
         ),
         reference="scheduler.scheduler.Scheduler",
@@ -400,9 +401,9 @@ EXERCISES = (
         title="aging",
         minutes=12,
         difficulty=2,
-        spec="`entitlement(request)` is a key that puts a smaller `priority` first, where `aging` steps of "
-        "earlier `arrival_step` make up for one number of priority; equals go by `arrival`, then by `birth`. "
-        "`outranks(waiting, running)` is true if the waiting one has a smaller priority number and is more "
+        spec="`sort_key(request)` is a key that puts a smaller `priority` first, where `aging` steps of "
+        "earlier `arrival_step` make up for one number of priority; equals go by `arrival`, then by `beam_id`. "
+        "`can_preempt(waiting, running)` is true if the waiting one has a smaller priority number and is more "
         "entitled.",
         check=check_aging,
         passed="puts urgent ones first, lets waiting count, and never has equals push each other out",

@@ -12,7 +12,7 @@ class CopyingScheduler(Scheduler):
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         for request in list(self.running):
             n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
-            while request.table.blocks_needed(n) > self.pool.num_free:
+            while request.table.blocks_needed(n) > self.kv.pool.num_free:
                 self._preempt(self.running[-1], plan)
             if n > 0:
                 self._reserve(request, n, plan)

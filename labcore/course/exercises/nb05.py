@@ -51,7 +51,7 @@ def branch(beams: Sequence[BlockTable], parents: Sequence[int]) -> tuple[list[Bl
     for parent in parents:
         tables.append(beams[parent].fork() if parent in taken_over else beams[parent])
         taken_over.add(parent)
-    copies = [table.writable_tail() for table in tables]
+    copies = [table.copy_on_write() for table in tables]
     for table in tables:
         table.append(1)
     return tables, [copy for copy in copies if copy is not None]
@@ -60,7 +60,7 @@ def branch(beams: Sequence[BlockTable], parents: Sequence[int]) -> tuple[list[Bl
 class MendedLazyPrefixCache(LazyPrefixCache):
     """`LazyPrefixCache` as notebook 05 mends it: what a block held is forgotten the moment it is handed out."""
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.holds.pop(block, None)
 
@@ -93,7 +93,7 @@ def hash_pair(parent: Any, block: Any) -> bytes:
 
 
 def check_match(HashedPrefixCache: Any) -> None:
-    expect_attributes(HashedPrefixCache, "match", "publish", "forget")
+    expect_attributes(HashedPrefixCache, "match", "cache_full_blocks", "evict")
     library = Library(HashedPrefixCache(4))
     expect_found(library, "the sea is calm", [], "nothing has been published yet", hint=1)
     (the, sea, is_c) = library.put("the sea is calm")
@@ -121,9 +121,9 @@ def check_chain_is_left(library: Library, known: str, blocks: list[int]) -> None
     request = asked("the sea is wild")
     for time in ("once", "twice, as a scheduler does while it waits for room"):
         library.cache.match(request)
-        chain = [cached.block for cached in request.prefix_chain]
+        chain = [cached.block for cached in request.cached_chain]
         expect_equal(
-            chain, blocks, f"{known}; “the sea is wild” was looked up {time}: the blocks in prefix_chain", hint=3
+            chain, blocks, f"{known}; “the sea is wild” was looked up {time}: the blocks in cached_chain", hint=3
         )
 
 
@@ -134,7 +134,7 @@ def check_look_up_goes_on(HashedPrefixCache: Any) -> None:
     known = f"“the sea is calm” is published in blocks {the}, {sea} and {is_c}, and “the sea is calm.” was looked up"
     request = asked("the sea is calm.")
     library.cache.match(request)
-    library.cache.forget([sea])
+    library.cache.evict([sea])
     expect_equal(library.cache.match(request), [the], f"{known}; block {sea} was handed out; a second look-up", hint=3)
     twin = library.put("the sea is calm")[1]
     expect_equal(
@@ -268,7 +268,7 @@ def copies_needed(pool: BlockPool, beams: Sequence[Any], parents: Sequence[int])
 
 
 def check_recycled(LazyPrefixCache: Any) -> None:
-    expect_attributes(LazyPrefixCache, "match", "publish", "forget")
+    expect_attributes(LazyPrefixCache, "match", "cache_full_blocks", "evict")
     desk = TextEngine(LazyPrefixCache, num_blocks=8)
     desk.submit("ana", SENTENCES[0])
     desk.run()
@@ -329,10 +329,10 @@ class Library:
         """It finds what is there, computes the rest and publishes it; its full blocks are returned."""
         found = list(self.cache.match(request))
         request.table = BlockTable(self.pool)
-        request.table.adopt(found)
+        request.table.attach_prefix(found)
         request.table.append(request.num_tokens - request.table.num_tokens)
         request.num_computed_tokens = request.num_tokens
-        self.cache.publish(request)
+        self.cache.cache_full_blocks(request)
         return request.table.blocks[: request.num_tokens // self.pool.block_size]
 
 
@@ -378,19 +378,19 @@ EXERCISES = (
         "that hold the request's first tokens, in order, and never so many that no token is left to compute. The "
         "parent of each is the block found before it (None for the first). The first one that is not found ends "
         "the search. `self._resume(request)` gives what needn't be looked up again, CachedBlocks and "
-        "blocks; what is found is added to both. The CachedBlocks are left in `request.prefix_chain`, a new list at "
+        "blocks; what is found is added to both. The CachedBlocks are left in `request.cached_chain`, a new list at "
         "each call. With use_prefix_cache=False, nothing is found.",
         check=check_match,
         passed="finds what is there and leaves a token to compute; 60 texts under a hash of 3 bits, and none reads "
         "another's",
         hints=(
-            "`_identities(request, n)` gives (key, content) of the first n blocks, `_by_key` knows the CachedBlock "
+            "`_block_hashes(request, n)` gives (key, content) of the first n blocks, `_by_key` knows the CachedBlock "
             "under a key. Go along, from the first that `_resume` doesn't give you, until one is missing.",
             "Of 12 tokens in blocks of 4, only two blocks may be found: somebody has to compute the last token, or "
             "there is nothing to draw the next one from. How many blocks for 13?",
             "The key says where to look, and no more. Hold the content against yours, and the parent against the "
             "CachedBlock that you found one step before. The two lists of `_resume` stay the cache's own: leave a copy "
-            "in prefix_chain, which the request will add to, and return a copy.",
+            "in cached_chain, which the request will add to, and return a copy.",
         ),
         reference="kvcache.prefix.HashedPrefixCache",
     ),
@@ -431,7 +431,7 @@ EXERCISES = (
             "in none has one too many.",
             "Fork first, for all of them; grow afterwards. A table that has grown already takes its new token along "
             "into every fork.",
-            "`writable_tail()` (notebook 02) says whether there is something to copy. The last of a family finds that "
+            "`copy_on_write()` (notebook 02) says whether there is something to copy. The last of a family finds that "
             "it owns the tail alone by then. And those who end should give their blocks back before others take new "
             "ones.",
         ),

@@ -30,13 +30,13 @@ class LazyPrefixCache(PrefixCache):
             found.append(block)
         return found
 
-    def publish(self, request: Request) -> None:
+    def cache_full_blocks(self, request: Request) -> None:
         keys = self.keys(request, request.num_computed_tokens // self.block_size)
         for block, key in zip(request.table.blocks, keys, strict=False):
             if self.holds.get(self.where.get(key)) != key:
                 self.where[key], self.holds[block] = block, key
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: Sequence[int]) -> None:
         """Nothing to do: whoever gets a block writes its own key over the old one when it publishes."""
 
     def keys(self, request: Request, num_blocks: int) -> list[bytes]:

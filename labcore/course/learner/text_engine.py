@@ -3,10 +3,10 @@
 A token is a letter. Each slot stores the prefix that its KV was computed from, so that a read of another text's KV, or
 of KV that was never computed, is detected and reported with the request's id:
 
-    desk = TextEngine(HashedPrefixCache, num_blocks=12)
-    desk.submit("ana", "the sea is calm")
-    desk.run()                          {"ana": "q"}
-    desk.foreign_reads                        [] or ["cy's letter 3 reads 'the sea ', should read 'the '"]
+    engine = TextEngine(HashedPrefixCache, num_blocks=12)
+    engine.submit("ana", "the sea is calm")
+    engine.run()                        {"ana": "q"}
+    engine.foreign_reads                  [] or ["cy's letter 3 reads 'the sea ', should read 'the '"]
 
 The next token is a function of the values read, so that foreign KV changes the output, as in a model.
 """
@@ -18,6 +18,7 @@ from zlib import crc32
 
 from labcore.engine.invariants import check_integrity
 from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import HashedPrefixCache, PrefixCache
 from labcore.recorder import Recorder
 from labcore.request import Request
@@ -54,11 +55,10 @@ class TextEngine:
         cache = prefix_cache(block_size) if isinstance(prefix_cache, type) else prefix_cache
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
-            self.pool,
+            KVCacheManager(self.pool, cache),
             max_num_seqs=8,
             max_num_batched_tokens=budget,
             chunking=ChunkedPrefill() if chunking is None else chunking,
-            prefix_cache=cache,
             preemption=Recompute(),
             policy=FirstComeFirstServed(),
             watermark=0,
@@ -99,7 +99,7 @@ class TextEngine:
             self._write(request, n)
         seen = {request.request_id: self._read(request) for request, _ in batch}
         for request, n in batch:
-            self.scheduler.computed(request, n)
+            self.scheduler.commit(request, n)
             if request.num_uncomputed_tokens == 0:
                 self._say(request, seen[request.request_id])
         self.recorder.end_step(self.pool)

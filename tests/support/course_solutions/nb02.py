@@ -34,7 +34,7 @@ class DequePool:
         self.owners.update(taken)
         return taken
 
-    def fork(self, blocks):
+    def share(self, blocks):
         self.owners.update(blocks)
 
     def free(self, blocks):
@@ -50,7 +50,7 @@ class UnlinksOneByOne(BlockPool):
         ids = list(self.free_blocks())[:n]
         if len(ids) < n:
             raise OutOfBlocks("too few")
-        self.touch(ids)
+        self.incref(ids)
         return ids
 
 
@@ -89,7 +89,7 @@ class TakesFromTheTail(BlockPool):
         if n > self.num_free:
             raise OutOfBlocks("too few")
         ids = list(self.free_blocks())[::-1][:n]
-        self.touch(ids)
+        self.incref(ids)
         return ids
 
 
@@ -246,7 +246,7 @@ class AsksOneAheadOfTime(BlockTable):
 
 
 class CopiesByRefcount(BlockTable):
-    def writable_tail(self):
+    def copy_on_write(self):
         if self.num_tokens % self.pool.block_size == 0:
             return None
         last = self.blocks[-1]
@@ -259,7 +259,7 @@ class CopiesByRefcount(BlockTable):
 
 
 class KeepsTheOldReference(BlockTable):
-    def writable_tail(self):
+    def copy_on_write(self):
         if not self._tail_is_shared():
             return None
         shared = self.blocks[-1]
@@ -268,7 +268,7 @@ class KeepsTheOldReference(BlockTable):
 
 
 class CopiesWhatItOwnsAlone(BlockTable):
-    def writable_tail(self):
+    def copy_on_write(self):
         if self.num_tokens % self.pool.block_size == 0:
             return None
         last = self.blocks[-1]
@@ -278,7 +278,7 @@ class CopiesWhatItOwnsAlone(BlockTable):
 
 
 class CopiesFullBlocks(BlockTable):
-    def writable_tail(self):
+    def copy_on_write(self):
         if not self.blocks or self.pool.is_writable(self.blocks[-1]):
             return None
         last = self.blocks[-1]
@@ -288,13 +288,13 @@ class CopiesFullBlocks(BlockTable):
 
 
 class TellsItBackwards(BlockTable):
-    def writable_tail(self):
-        copy = super().writable_tail()
+    def copy_on_write(self):
+        copy = super().copy_on_write()
         return copy and copy[::-1]
 
 
 class GivesBackBeforeItTakes(BlockTable):
-    def writable_tail(self):
+    def copy_on_write(self):
         if not self._tail_is_shared():
             return None
         shared = self.blocks[-1]
@@ -306,7 +306,7 @@ class GivesBackBeforeItTakes(BlockTable):
 class StaysWhereItIs(BlockTable):
     """Takes a block and tells of the copy, and goes on writing into the shared one."""
 
-    def writable_tail(self):
+    def copy_on_write(self):
         if not self._tail_is_shared():
             return None
         (own,) = self.pool.allocate(1)
@@ -350,7 +350,7 @@ class ForksForAllButOne(Beams):
     def advance(self, parents):
         for beam, row in enumerate(self.rows):
             for _ in range(parents.count(beam) - 1):
-                self.pool.fork(row)
+                self.pool.share(row)
             if beam not in parents:
                 self.pool.free(row)
         self.rows = [self.rows[parent] + self.pool.allocate(1) for parent in parents]
@@ -378,7 +378,7 @@ class ForksOnceTooOften(Beams):
     def advance(self, parents):
         for beam, row in enumerate(self.rows):
             for _ in range(parents.count(beam)):
-                self.pool.fork(row)
+                self.pool.share(row)
             if beam not in parents:
                 self.pool.free(row)
         self.rows = [self.rows[parent] + self.pool.allocate(1) for parent in parents]
@@ -388,7 +388,7 @@ class NeverEndsABeam(Beams):
     def advance(self, parents):
         for beam, row in enumerate(self.rows):
             for _ in range(parents.count(beam) - 1):
-                self.pool.fork(row)
+                self.pool.share(row)
         self.rows = [self.rows[parent] + self.pool.allocate(1) for parent in parents]
 
 

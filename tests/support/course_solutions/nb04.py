@@ -77,61 +77,61 @@ class SortsEveryTime(WaitingQueue):
 
 
 class AdmitsByBreaking(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
         while True:
             if len(self.waiting) == 0 or len(self.running) >= self.max_num_seqs or budget <= 0:
                 break
             request = self.waiting.peek()
             found = self.prefix_cache.match(request)
-            n = self._first_tokens(request, found, budget) if self._finds_room(request, found, careful) else 0
+            n = self._first_chunk(request, found, budget) if self._can_admit(request, found, keep_watermark) else 0
             if not n:
                 break
             self.waiting.pop()
-            self._join(request, found)
+            self._admit(request, found)
             self._reserve(request, n, plan)
             budget = budget - n
 
 
 class ForgetsTheSeats(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
         kept, self.max_num_seqs = self.max_num_seqs, 10**6
-        super()._schedule_waiting(plan, budget, careful)
+        super()._schedule_waiting(plan, budget, keep_watermark)
         self.max_num_seqs = kept
 
 
 class ForgetsTheBudget(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
-            n = self._first_tokens(request, [], budget)
-            if n == 0 or not self._finds_room(request, [], careful):
+            n = self._first_chunk(request, [], budget)
+            if n == 0 or not self._can_admit(request, [], keep_watermark):
                 return
-            self._join(self.waiting.pop(), [])
+            self._admit(self.waiting.pop(), [])
             self._reserve(request, n, plan)
 
 
 class LetsTheSmallOvertake(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
         for request in list(self.waiting):
-            n = self._first_tokens(request, [], budget) if budget > 0 else 0
-            if n == 0 or len(self.running) == self.max_num_seqs or not self._finds_room(request, [], careful):
+            n = self._first_chunk(request, [], budget) if budget > 0 else 0
+            if n == 0 or len(self.running) == self.max_num_seqs or not self._can_admit(request, [], keep_watermark):
                 continue
             self.waiting.discard(request)
-            self._join(request, [])
+            self._admit(request, [])
             self._reserve(request, n, plan)
             budget -= n
 
 
 class TakesBeforeItLooks(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             request = self.waiting.pop()
-            if not self._finds_room(request, [], careful):
+            if not self._can_admit(request, [], keep_watermark):
                 return
-            n = self._first_tokens(request, [], budget)
+            n = self._first_chunk(request, [], budget)
             if n == 0:
                 return
-            self._join(request, [])
+            self._admit(request, [])
             self._reserve(request, n, plan)
             budget -= n
 
@@ -142,66 +142,66 @@ class ForgetsToReserve(Scheduler):
 
 
 class NeverCareful(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
-        super()._schedule_waiting(plan, budget, careful=False)
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
+        super()._schedule_waiting(plan, budget, keep_watermark=False)
 
 
 class AlwaysCareful(Scheduler):
-    def _schedule_waiting(self, plan, budget, careful=True):
+    def _schedule_waiting(self, plan, budget, keep_watermark=True):
         super()._schedule_waiting(plan, budget)
 
 
 class AgingInNumbers(PriorityWithAging):
     """The same order, measured in numbers of priority rather than in steps."""
 
-    def entitlement(self, request):
-        return (request.priority + request.arrival_step / self.aging, request.arrival, request.birth)
+    def sort_key(self, request):
+        return (request.priority + request.arrival_step / self.aging, request.arrival, request.beam_id)
 
-    def outranks(self, waiting, running):
+    def can_preempt(self, waiting, running):
         if waiting.priority >= running.priority:
             return False
-        return self.entitlement(waiting) < self.entitlement(running)
+        return self.sort_key(waiting) < self.sort_key(running)
 
 
 class NeverAges(PriorityWithAging):
-    def entitlement(self, request):
-        return (request.priority, request.arrival, request.birth)
+    def sort_key(self, request):
+        return (request.priority, request.arrival, request.beam_id)
 
 
 class AgesTheWrongWay(PriorityWithAging):
-    def entitlement(self, request):
-        return (request.priority * self.aging - request.arrival_step, request.arrival, request.birth)
+    def sort_key(self, request):
+        return (request.priority * self.aging - request.arrival_step, request.arrival, request.beam_id)
 
 
 class LargerFirst(PriorityWithAging):
-    def entitlement(self, request):
-        return (-request.priority * self.aging + request.arrival_step, request.arrival, request.birth)
+    def sort_key(self, request):
+        return (-request.priority * self.aging + request.arrival_step, request.arrival, request.beam_id)
 
 
 class ForgetsWhoCameFirst(PriorityWithAging):
-    def entitlement(self, request):
+    def sort_key(self, request):
         return (request.priority * self.aging + request.arrival_step,)
 
 
 class AgesByTheToken(PriorityWithAging):
-    def entitlement(self, request):
+    def sort_key(self, request):
         aged = request.priority * self.aging + request.arrival_step
-        return (aged - len(request.output_token_ids), request.arrival, request.birth)
+        return (aged - len(request.output_token_ids), request.arrival, request.beam_id)
 
 
 class LetsEqualsSwing(PriorityWithAging):
-    def outranks(self, waiting, running):
-        return self.entitlement(waiting) < self.entitlement(running)
+    def can_preempt(self, waiting, running):
+        return self.sort_key(waiting) < self.sort_key(running)
 
 
 class ThrowsTheAgedOut(PriorityWithAging):
-    def outranks(self, waiting, running):
+    def can_preempt(self, waiting, running):
         return waiting.priority < running.priority
 
 
 class VictimsByIndex(Scheduler):
     def _victims(self, urgent, missing):
-        below = [request for request in self.running[::-1] if self.policy.outranks(urgent, request)]
+        below = [request for request in self.running[::-1] if self.policy.can_preempt(urgent, request)]
         seats, count, going = self.max_num_seqs - len(self.running), 0, []
         while seats < 1 or missing > 0:
             if count == len(below):
@@ -209,7 +209,7 @@ class VictimsByIndex(Scheduler):
             seats += 1
             own = below[count].table.blocks
             going += own
-            missing -= len([block for block in own if going.count(block) == self.pool.refcount(block)])
+            missing -= len([block for block in own if going.count(block) == self.kv.pool.refcount(block)])
             count += 1
         return below[:count]
 
@@ -220,12 +220,12 @@ class StopsAtTheFirstItMayNotTake(Scheduler):
     def _victims(self, urgent, missing):
         victims, held, slots = [], Counter(), len(self.running) + 1 - self.max_num_seqs
         for request in reversed(self.running):
-            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
+            if (slots <= 0 and missing <= 0) or not self.policy.can_preempt(urgent, request):
                 break
             victims.append(request)
             held.update(request.table.blocks)
             slots -= 1
-            missing -= sum(held[block] == self.pool.refcount(block) for block in request.table.blocks)
+            missing -= sum(held[block] == self.kv.pool.refcount(block) for block in request.table.blocks)
         return victims if slots <= 0 and missing <= 0 else None
 
 
@@ -239,7 +239,7 @@ class TakesTheMostEntitled(Scheduler):
 
 class TakesEverybody(Scheduler):
     def _victims(self, urgent, missing):
-        return [request for request in reversed(self.running) if self.policy.outranks(urgent, request)]
+        return [request for request in reversed(self.running) if self.policy.can_preempt(urgent, request)]
 
 
 class LooksAtSeatsOnly(Scheduler):
@@ -249,7 +249,7 @@ class LooksAtSeatsOnly(Scheduler):
 
 class AlwaysOne(Scheduler):
     def _victims(self, urgent, missing):
-        if self.policy.outranks(urgent, self.running[-1]):
+        if self.policy.can_preempt(urgent, self.running[-1]):
             return [self.running[-1]]
         return None
 
@@ -263,7 +263,7 @@ class CountsSharedBlocks(Scheduler):
     def _victims(self, urgent, missing):
         victims, slots = [], len(self.running) + 1 - self.max_num_seqs
         for request in reversed(self.running):
-            if (slots <= 0 and missing <= 0) or not self.policy.outranks(urgent, request):
+            if (slots <= 0 and missing <= 0) or not self.policy.can_preempt(urgent, request):
                 break
             victims.append(request)
             slots, missing = slots - 1, missing - sum(map(self.comes_free, request.table.blocks))
@@ -275,7 +275,7 @@ class CountsSharedBlocks(Scheduler):
 
 class CountsBlocksOfOneOwnerOnly(CountsSharedBlocks):
     def comes_free(self, block):
-        return self.pool.is_writable(block)
+        return self.kv.pool.is_writable(block)
 
 
 class AsksNobodysRank(Scheduler):
@@ -285,7 +285,7 @@ class AsksNobodysRank(Scheduler):
             if slots <= 0 and missing <= 0:
                 break
             victims.append(request)
-            slots, missing = slots - 1, missing - sum(map(self.pool.is_writable, request.table.blocks))
+            slots, missing = slots - 1, missing - sum(map(self.kv.pool.is_writable, request.table.blocks))
         return victims if slots <= 0 and missing <= 0 else None
 
 
@@ -293,7 +293,7 @@ class PushesThemOutAtOnce(Scheduler):
     def _victims(self, urgent, missing):
         victims = super()._victims(urgent, missing)
         for victim in victims or []:
-            self._leave(victim)
+            self._remove_running(victim)
         return victims
 
 
@@ -303,7 +303,7 @@ class WalksByIndex(CopyingScheduler):
         while i < len(self.running):
             request = self.running[i]
             n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
-            while request.status is RequestStatus.RUNNING and request.table.blocks_needed(n) > self.pool.num_free:
+            while request.status is RequestStatus.RUNNING and request.table.blocks_needed(n) > self.kv.pool.num_free:
                 self._preempt(self.running[-1], plan)
             if request.status is RequestStatus.RUNNING and n > 0:
                 self._reserve(request, n, plan)
@@ -320,7 +320,7 @@ class AsksOnlyAtTheHead(CopyingScheduler):
             if request.status is not RequestStatus.RUNNING:
                 continue
             n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
-            while request.table.blocks_needed(n) > self.pool.num_free:
+            while request.table.blocks_needed(n) > self.kv.pool.num_free:
                 self._preempt(self.running[-1], plan)
             self._reserve(request, n, plan)
             budget -= n
@@ -333,7 +333,7 @@ class StopsAtTheFirstVictim(CopyingScheduler):
     def _schedule_running(self, plan, budget):
         for request in list(self.running):
             n = self.chunking.num_tokens(request, budget, self.max_num_batched_tokens)
-            if request.table.blocks_needed(n) > self.pool.num_free:
+            if request.table.blocks_needed(n) > self.kv.pool.num_free:
                 self._preempt(self.running[-1], plan)
                 return budget
             self._reserve(request, n, plan)
@@ -344,7 +344,7 @@ class StopsAtTheFirstVictim(CopyingScheduler):
 class PushesEverybodyOut(CopyingScheduler):
     def _schedule_running(self, plan, budget):
         needed = sum(request.table.blocks_needed(request.num_uncomputed_tokens) for request in self.running)
-        if needed > self.pool.num_free:
+        if needed > self.kv.pool.num_free:
             for request in list(self.running):
                 self._preempt(request, plan)
         for request in self.running:
@@ -376,7 +376,7 @@ WRONG = {
         (TakesBeforeItLooks, "those who still wait. expected ['cy'], got []"),
         (ForgetsToReserve, "blocks taken. expected 6, got 0"),
         (NeverCareful, "one block for each of the two is to be left: those in the plan. expected ['ana']"),
-        (AlwaysCareful, "careful is False: the watermark is not asked"),
+        (AlwaysCareful, "keep_watermark is False: the watermark is not asked"),
     ],
     "04.aging": [
         (NeverAges, "priority 1 came 11 steps before priority 0, and aging is 10"),
@@ -384,7 +384,7 @@ WRONG = {
         (LargerFirst, "priority 0 and priority 1 arrived in the same step"),
         (ForgetsWhoCameFirst, "priority 1 came 10 steps before priority 0 and first"),
         (AgesByTheToken, "a request was asked for its key again, 9 tokens later"),
-        (LetsEqualsSwing, "an equal one of step 5 runs: outranks(waiting, running). expected False, got True"),
+        (LetsEqualsSwing, "an equal one of step 5 runs: can_preempt(waiting, running). expected False, got True"),
         (ThrowsTheAgedOut, "priority 0 came in step 30, priority 1 of step 0 runs"),
     ],
     "04.victims": [

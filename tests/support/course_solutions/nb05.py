@@ -42,16 +42,16 @@ def chain_that_begins_with_none(tokens, block_size, key_of):
 
 class WalksByNumber(HashedPrefixCache):
     def match(self, request):
-        chain, request.prefix_chain = [], []
+        chain, request.cached_chain = [], []
         most = (request.num_tokens - 1) // self.block_size if request.use_prefix_cache else 0
         while len(chain) < most:
-            key, content = self._identities(request, most)[len(chain)]
+            key, content = self._block_hashes(request, most)[len(chain)]
             candidate = self._by_key.get(key)
             parent = chain[-1] if chain else None
             if not candidate or (candidate.content, candidate.parent) != (content, parent):
                 break
             chain.append(candidate)
-        request.prefix_chain = chain
+        request.cached_chain = chain
         return [cached.block for cached in chain]
 
 
@@ -59,42 +59,42 @@ class FindsAll(HashedPrefixCache):
     """A full hit leaves nothing to compute."""
 
     def match(self, request):
-        request.prefix_chain = []
-        for key, content in self._identities(request, request.num_tokens // self.block_size):
+        request.cached_chain = []
+        for key, content in self._block_hashes(request, request.num_tokens // self.block_size):
             found = self._by_key.get(key)
-            parent = request.prefix_chain[-1] if request.prefix_chain else None
+            parent = request.cached_chain[-1] if request.cached_chain else None
             if not request.use_prefix_cache or found is None or found.content != content or found.parent is not parent:
                 break
-            request.prefix_chain.append(found)
-        return [cached.block for cached in request.prefix_chain]
+            request.cached_chain.append(found)
+        return [cached.block for cached in request.cached_chain]
 
 
 class TrustsTheKey(HashedPrefixCache):
     def match(self, request):
-        request.prefix_chain = []
-        for key, _ in self._identities(request, (request.num_tokens - 1) // self.block_size):
+        request.cached_chain = []
+        for key, _ in self._block_hashes(request, (request.num_tokens - 1) // self.block_size):
             if key not in self._by_key or not request.use_prefix_cache:
                 break
-            request.prefix_chain.append(self._by_key[key])
-        return [cached.block for cached in request.prefix_chain]
+            request.cached_chain.append(self._by_key[key])
+        return [cached.block for cached in request.cached_chain]
 
 
 class IgnoresTheParent(HashedPrefixCache):
     def match(self, request):
-        request.prefix_chain = []
-        for key, content in self._identities(request, (request.num_tokens - 1) // self.block_size):
+        request.cached_chain = []
+        for key, content in self._block_hashes(request, (request.num_tokens - 1) // self.block_size):
             found = self._by_key.get(key)
             if found is None or found.content != content or not request.use_prefix_cache:
                 break
-            request.prefix_chain.append(found)
-        return [cached.block for cached in request.prefix_chain]
+            request.cached_chain.append(found)
+        return [cached.block for cached in request.cached_chain]
 
 
 class AddsToTheChain(HashedPrefixCache):
     def match(self, request):
-        before = list(request.prefix_chain)
+        before = list(request.cached_chain)
         found = super().match(request)
-        request.prefix_chain = before + request.prefix_chain
+        request.cached_chain = before + request.cached_chain
         return found
 
 
@@ -111,7 +111,7 @@ class LeavesTheCachesOwnList(HashedPrefixCache):
 
     def match(self, request):
         found = super().match(request)
-        request.prefix_chain = self._last_chain
+        request.cached_chain = self._last_chain
         return found
 
 
@@ -125,7 +125,7 @@ class AnswersAsBefore(HashedPrefixCache):
 class GivesCachedBlocks(HashedPrefixCache):
     def match(self, request):
         super().match(request)
-        return list(request.prefix_chain)
+        return list(request.cached_chain)
 
 
 def found_by_list(trace, capacity):
@@ -186,7 +186,7 @@ def branch_by_forking_all(beams, parents):
         beam.free()
     copies = []
     for child in children:
-        copy = child.writable_tail()
+        copy = child.copy_on_write()
         if copy:
             copies.append(copy)
         child.append(1)
@@ -201,7 +201,7 @@ def branch_without_freeing(beams, parents):
 def branch_children(beams, parents):
     """Every child is a fork, and the old tables keep their blocks."""
     tables = [beams[parent].fork() for parent in parents]
-    copies = [copy for copy in (table.writable_tail() for table in tables) if copy]
+    copies = [copy for copy in (table.copy_on_write() for table in tables) if copy]
     for table in tables:
         table.append(1)
     return tables, copies
@@ -215,7 +215,7 @@ def branch_one_by_one(beams, parents):
             table.free()
     for place, parent in enumerate(parents):
         table = beams[parent] if parent not in parents[:place] else beams[parent].fork()
-        copy = table.writable_tail()
+        copy = table.copy_on_write()
         copies += [copy] if copy else []
         table.append(1)
         tables.append(table)
@@ -235,7 +235,7 @@ def branch_that_copies_for_all(beams, parents):
     """Copies also for the one that could have kept the block."""
     pool = beams[0].pool
     children = [beams[parent].fork() for parent in parents]
-    copies = [copy for copy in (child.writable_tail() for child in children) if copy]
+    copies = [copy for copy in (child.copy_on_write() for child in children) if copy]
     for child in children:
         child.append(1)
     for beam in beams:
@@ -245,7 +245,7 @@ def branch_that_copies_for_all(beams, parents):
 
 
 class ForgetsBoth(LazyPrefixCache):
-    def forget(self, blocks):
+    def evict(self, blocks):
         for block in blocks:
             key = self.holds.pop(block, None)
             if self.where.get(key) == block:
@@ -255,7 +255,7 @@ class ForgetsBoth(LazyPrefixCache):
 class AlwaysOverwrites(LazyPrefixCache):
     """Mends the second way in, and leaves the first open: a block that is not full yet."""
 
-    def publish(self, request):
+    def cache_full_blocks(self, request):
         keys = self.keys(request, request.num_computed_tokens // self.block_size)
         for block, key in zip(request.table.blocks, keys, strict=False):
             self.where[key], self.holds[block] = block, key
@@ -267,7 +267,7 @@ class FindsNothing(LazyPrefixCache):
 
 
 class ForgetsTheFirst(LazyPrefixCache):
-    def forget(self, blocks):
+    def evict(self, blocks):
         for block in blocks[:1]:
             self.holds.pop(block, None)
 
@@ -275,7 +275,7 @@ class ForgetsTheFirst(LazyPrefixCache):
 class ForgetsWhere(LazyPrefixCache):
     """Drops the block's number as if it were a key: nothing is ever dropped."""
 
-    def forget(self, blocks):
+    def evict(self, blocks):
         for block in blocks:
             self.where.pop(block, None)
 
@@ -299,7 +299,7 @@ WRONG = {
         (FindsAll, "one token has to be left"),
         (TrustsTheKey, "other tokens"),
         (IgnoresTheParent, "behind another text"),
-        (AddsToTheChain, "prefix_chain"),
+        (AddsToTheChain, "cached_chain"),
         (ServesThoseWhoOptOut, "use_prefix_cache=False"),
         (GivesCachedBlocks, "was looked up"),
         (LeavesTheCachesOwnList, "it was looked up again"),
