@@ -45,7 +45,7 @@ class EngineConfig:
     kv_cache_dtype           "auto" stores KV in the model's dtype; "int8" and "fp8" compress it
     attention_backend        "auto", "torch" or "triton"; "auto" takes Triton on a GPU
     cuda_graphs              replay decode steps from CUDA graphs (cuda, with the Triton backend)
-    seed                     seed of requests that bring none of their own
+    seed                     seed of requests that have none
     record                   keep a flight record of every step
     """
 

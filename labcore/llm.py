@@ -1,4 +1,4 @@
-"""The front door: load a model, put the engine together, ask for text."""
+"""LLM, the offline interface: loads a model, builds an engine, generates text."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class LLM:
-    """A language model that is ready to answer.
+    """A model and its engine: `generate`, `chat`, `beam_search`.
 
     model               "smollm2-135m", a local folder, a Hugging Face id, or a `LoadedModel`
-    attention_backend   "auto", "torch", "triton", or an `AttentionBackend`; on a CPU Triton's kernels are interpreted,
-                        which is right, and very slow
+    attention_backend   "auto", "torch", "triton", or an `AttentionBackend`; on a CPU the Triton
+                        kernels are interpreted: correct, and very slow
     block_pool, scheduler, prefix_cache, preemption, chunking
-                        a part of your own, as a class or an instance, in place of labcore's; see `labcore.engine.build`
+                        a pluggable part, as a class or an instance, in place of labcore's; see `labcore.engine.build`
     settings            fields of `EngineConfig`
 
     A model in memory (`labcore.models.from_model`) stays its owner's: the engine runs a view of its own over the same weights.
-    After changing weights in place, call `reset_prefix_cache()`, or answers begin with KV of the old ones.
+    After changing weights in place, call `reset_prefix_cache()`, or requests reuse KV of the old weights.
 
-    Raises ValueError for a bad setting or a model that can't be served, and ModelError when it can't be had.
+    Raises ValueError for a bad setting or a model that can't be served, and ModelError if it can't be loaded.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt, all of them at once, and return one output a prompt, in the order of the prompts.
+        """Generate for all prompts at once. Returns one output per prompt, in their order.
 
         prompts    a text, a list of token ids, or a list of either. A text that begins with the BOS token gets no second one
-        params     one for all, or one a prompt
-        priority   likewise; matters under scheduling_policy="priority"
-        A prompt that fails by itself (its logits are NaN, the tokenizer raises on its tokens) has its place in the list, too:
-        its `error` says why, and its finish_reason is "error". The others are answered.
-        Raises ValueError, with nothing queued, if any of them is bad, and EngineBusy if another thread is served. Whatever
-        interrupts it, no request stays behind.
+        params     one for all, or one per prompt
+        priority   likewise; used under scheduling_policy="priority"
+        A prompt that fails alone (its logits are NaN, the tokenizer raises on its tokens) has an output, too: with
+        finish_reason "error" and the reason in `error`. The others are not affected.
+        Raises ValueError, with nothing queued, if any prompt is bad, and EngineBusy if another thread uses the engine. If it
+        is interrupted, all of its requests are aborted.
         """
         prompts = as_list_of_prompts(prompts)
         params = one_each("params", SamplingParams() if params is None else params, len(prompts))
@@ -111,10 +111,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of them. A message is {"role": "system" | "user" | "assistant", "content": …}.
+        """Generate the answer to a conversation, or to a list of them.
+
+        A message is {"role": "system" | "user" | "assistant", "content": …}.
 
         Raises ValueError for an empty conversation, a message without role or content, a model without a template, and
-        messages that its template refuses.
+        messages that its template rejects.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise ValueError(f"messages is {messages!r}; it must be a list of messages, each with a role and a content.")
@@ -130,7 +132,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams | Sequence[BeamSearchParams] | None = None, use_tqdm: bool = False
     ) -> list[RequestOutput]:
-        """The likeliest texts that a beam search finds for each prompt, as `outputs`, best first.
+        """Beam search. `outputs` holds the hypotheses of a prompt, best first.
 
         An output's `cumulative_logprob` is the sum of its tokens' log-probabilities; the order is that of
         `cumulative_logprob / len(token_ids) ** length_penalty`. Prompts and errors are those of `generate`.
@@ -142,7 +144,7 @@ class LLM:
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def reset_prefix_cache(self) -> None:
-        """Evict every cached prefix, after weights were changed in place; see `Engine.reset_prefix_cache`."""
+        """Evict every cached prefix. Call it after weights were changed in place; see `Engine.reset_prefix_cache`."""
         self.engine.reset_prefix_cache()
 
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -159,17 +161,17 @@ class LLM:
             check_text(f"messages[{i}]['content']", message["content"])
         try:
             return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # a template is a program, which may refuse messages, or fail in any way
+        except Exception as error:  # a template is a program, and may fail in any way
             raise ValueError(
                 f"messages can't be put into this model's chat template ({type(error).__name__}: {first_line(error)}) — change "
                 "them (some templates take no system message, or want user and assistant in turn), or use generate()."
             ) from error
 
     def prompt_tokens(self, prompt: str, name: str = "prompt") -> list[int]:
-        """The token ids of a text, with the special tokens that the tokenizer puts around it.
+        """The token ids of a text, with the tokenizer's special tokens.
 
-        BOS stands in front once, also where the text, made by a chat template for one, brings it along.
-        name: of the prompt, in the ValueError for an empty one, for what is no text, and for a model without a tokenizer.
+        BOS is added once, also if the text begins with it, as a chat template's does.
+        name: of the prompt in errors. Raises ValueError for an empty text, for no text, and for a model without a tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError(f"{name} is a text, but this model has no tokenizer; pass token ids.")
@@ -184,7 +186,7 @@ class LLM:
     def _serve(
         self, prompts: list[list[int]], params: list[Params], priorities: list[int], use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Inside `Engine.exclusive`: nothing comes in between, and only a step is interrupted."""
+        """Call inside `Engine.exclusive`: no other thread comes in between, and only a step is interrupted."""
         engine = self.engine
         if engine.has_unfinished_requests():
             raise RuntimeError(
@@ -211,7 +213,7 @@ class LLM:
 
 
 def encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text, special tokens around it, but no BOS in front of one that the text begins with."""
+    """Token ids of a text with special tokens, but no second BOS if the text begins with one."""
     token_ids, bos = tokenizer.encode(text), getattr(tokenizer, "bos_token_id", None)
     if bos is None or token_ids[:2] != [bos, bos]:
         return token_ids
@@ -220,12 +222,12 @@ def encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def num_leading(token_id: int, token_ids: Sequence[int]) -> int:
-    """How often `token_id` stands at the beginning, without a break."""
+    """Length of the run of `token_id` at the beginning."""
     return next((i for i, other in enumerate(token_ids) if other != token_id), len(token_ids))
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:
-    """One text or one list of token ids becomes a list of one. Raises ValueError if there is none."""
+    """Prompts as a list: one text, or one list of token ids, becomes a list of one. Raises ValueError for an empty list."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, Mapping, Set)) or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
@@ -244,9 +246,9 @@ def as_list_of_prompts(prompts: Prompts) -> list[str | Sequence[int]]:
 
 
 def one_each(name: str, value: Any, n: int) -> list:
-    """`value` n times, or its n entries if it is a sequence. Raises ValueError if their number is another."""
+    """`value` n times, or its n entries if it is a sequence. Raises ValueError if it has not n entries."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         return [value] * n
     if len(value) != n:
-        raise ValueError(f"{name} has {len(value)} entries for {n} prompts; pass one for all, or one a prompt.")
+        raise ValueError(f"{name} has {len(value)} entries for {n} prompts; pass one for all, or one per prompt.")
     return list(value)

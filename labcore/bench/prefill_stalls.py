@@ -134,7 +134,7 @@ def serve(setting: str, loaded: LoadedModel, work: StallWorkload) -> StallTimes:
     engine.add_request("long", work.long, SamplingParams(temperature=0, max_tokens=1))
     while "long" not in token_times:
         step(engine, token_times)
-        largest = max(largest, engine.scheduler.max_num_batched_tokens)
+        largest = max(largest, token_budget(engine))
     (done,) = token_times.pop("long")
     stalled = gaps(token_times.values(), after=arrived, until=done)
     while engine.has_unfinished_requests():
@@ -155,6 +155,13 @@ def prefill_streams(engine: Engine, work: StallWorkload, token_times: dict[str, 
     engine.budget, engine.scheduler.max_num_batched_tokens = None, sum(map(len, work.streams))
     step(engine, token_times)
     engine.budget, engine.scheduler.max_num_batched_tokens = budget, tokens
+
+
+def token_budget(engine: Engine) -> int:
+    """Most tokens of the next step while requests decode."""
+    if engine.budget is None:
+        return engine.scheduler.max_num_batched_tokens
+    return engine.budget.tokens(len(engine.scheduler.running))
 
 
 def step(engine: Engine, token_times: dict[str, list[float]]) -> None:

@@ -23,7 +23,7 @@ LESSONS = (
     Lesson("01_naive_kv_cache", ("baseline.naive",)),
     Lesson("02_block_allocator", ("kvcache.blocks",)),
     Lesson("03_triton_paged_kernel", ("attention",)),
-    Lesson("04_continuous_batching", ("scheduler",)),
+    Lesson("04_continuous_batching", ("kvcache.manager", "scheduler")),
     Lesson("05_prefix_sharing", ("kvcache.prefix", "sampling.beam_search")),
     Lesson("06_chunked_prefill", ("scheduler.chunking", "scheduler.budget")),
     Lesson("07_memory_pressure", ("kvcache.swap", "kvcache.sizing")),

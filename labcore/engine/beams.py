@@ -115,7 +115,7 @@ class BeamGroup(RequestGroup):
         return self._preemptions_of_dropped + sum(beam.num_preemptions for beam in self.requests)
 
     def _text(self, hypothesis: Hypothesis) -> str:
-        """The text behind the prompt, as `generate` gives it: without the end token, and without half a character at the end."""
+        """The text behind the prompt, as `generate` gives it: without the end token, and without half a character."""
         if self._stream is None:
             return ""
         ended = hypothesis.finish_reason == "stop"

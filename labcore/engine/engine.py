@@ -375,10 +375,10 @@ class Engine:
             check_progress(self.scheduler, self._active.requests.values(), self._empty_steps)
         return plan
 
-    def _token_budget(self) -> int:
-        """While any request decodes, use the adaptive budget; otherwise the maximum."""
+    def _token_budget(self) -> int | None:
+        """While any request decodes, use the adaptive budget; otherwise its maximum. None: the scheduler's own."""
         if self.budget is None:
-            return self.config.max_step_tokens
+            return None
         running = self.scheduler.running
         self._any_decoding = any(request.num_uncomputed_tokens == 1 for request in running)
         return self.budget.tokens(len(running)) if self._any_decoding else self.budget.largest

@@ -80,7 +80,8 @@ def check_states(scheduler: Scheduler, requests: list[Request]) -> None:
         expect(places.pop(id(request), 0) == 1, f"request {request.request_id!r} is not in exactly one queue")
         expect(any(r is request for r in queue), f"request {request.request_id!r} is {request.status.value}, not queued so")
         waits_for_beams = request.params.is_search
-        expect(not running or waits_for_beams or request.num_uncomputed_tokens > 0, f"request {request.request_id!r} runs and has nothing to compute")
+        progresses = not running or waits_for_beams or request.num_uncomputed_tokens > 0
+        expect(progresses, f"request {request.request_id!r} runs and has nothing to compute")
     expect(not places, f"{len(places)} requests are queued that the engine doesn't know")
     expect(
         len(scheduler.running) <= scheduler.max_num_seqs,

@@ -110,7 +110,7 @@ class HashedPrefixCache(PrefixCache):
         return len(self._by_key)
 
     def match(self, request: Request) -> list[int]:
-        """See `PrefixCache.match`. A block of the prompt is hashed once a request, and looked up once while the request waits."""
+        """See `PrefixCache.match`. A block is hashed once a request, and looked up once while the request waits."""
         if not request.use_prefix_cache:
             return []
         chain, blocks = self._resume(request)
@@ -124,7 +124,7 @@ class HashedPrefixCache(PrefixCache):
         return list(blocks)
 
     def cache_full_blocks(self, request: Request) -> None:
-        """See `PrefixCache.cache_full_blocks`. Equal blocks share one hash, which is found until the last of them is evicted."""
+        """See `PrefixCache.cache_full_blocks`. Equal blocks share a hash, found until the last is evicted."""
         chain, full = request.cached_chain, request.num_computed_tokens // self.block_size
         if full <= len(chain) or not request.use_prefix_cache:
             return

@@ -202,7 +202,7 @@ class Explorer(widgets.VBox):
 
     def _submit(self) -> None:
         asked = (self.prompt.value, self.max_tokens.value, self.priority.value, self.n.value)
-        self.act(partial(self.control.submit, *asked), done="queued; it joins the next step that has room")
+        self.act(partial(self.control.submit, *asked), done="queued; it is admitted as soon as it fits")
 
     def _fork(self) -> None:
         fork = partial(self.control.fork, self._target())

@@ -85,7 +85,7 @@ def test_the_explorer_follows_every_click(tmp_path, smollm2):
         page = watched.page
         run_all(page, address, notebook.name, num_cells=2)
         press(page, "submit")
-        page.get_by_text("queued; it joins the next step that has room").wait_for()
+        page.get_by_text("queued; it is admitted as soon as it fits").wait_for()
         press(page, "step")
         expect_words(page, r"step 1   24 blocks: 1 owned")
         assert "step 1   24 blocks: 1 owned" in title(page)

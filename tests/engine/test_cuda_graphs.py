@@ -27,7 +27,7 @@ def graphs_of(forward, max_num_seqs: int = 8) -> DecodeGraphs:
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-def test_tokens_are_the_same_with_and_without_graphs_while_requests_come_and_go(backend):
+def test_cuda_graphs_change_no_token_while_requests_come_and_go(backend):
     loaded = from_model(tiny("llama"))
     prompts = [prompt(length, seed=length) for length in (3, 9, 5)]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 7, 5)]
@@ -39,7 +39,7 @@ def test_tokens_are_the_same_with_and_without_graphs_while_requests_come_and_go(
     assert set(llm.engine.runner.graphs.buckets) == {1, 2, 4}
 
 
-def test_a_smaller_step_leaves_nothing_of_a_larger_one_in_the_padding():
+def test_cuda_graphs_leave_nothing_of_a_larger_step_in_the_padding():
     seen = []
 
     def forward(input_ids, positions, metadata, keep):
@@ -55,14 +55,14 @@ def test_a_smaller_step_leaves_nothing_of_a_larger_one_in_the_padding():
     assert seen[-1] == ([7, 3, 0, 0], [*small.slot_mapping.tolist(), -1, -1], [0, 1, 2, 3, 4], [0, 1, 2, 3])
 
 
-def test_buckets_are_small_powers_of_two_and_then_multiples_of_eight():
+def test_cuda_graph_buckets_are_small_powers_of_two_and_then_multiples_of_eight():
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(3) == [1, 2, 4]
     assert bucket_sizes(8) == [1, 2, 4, 8]
     assert bucket_sizes(20) == [1, 2, 4, 8, 16, 24]
 
 
-def test_only_pure_decode_steps_that_fit_are_served():
+def test_cuda_graphs_serve_only_pure_decode_steps_that_fit():
     graphs = graphs_of(forward=None, max_num_seqs=2)
     assert graphs.serves(paged_batch([(3, 1), (4, 1)]).metadata)
     assert not graphs.serves(paged_batch([(3, 1), (4, 2)]).metadata)
@@ -70,6 +70,6 @@ def test_only_pure_decode_steps_that_fit_are_served():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is what a machine without a GPU says")
-def test_graphs_without_a_gpu_are_refused():
+def test_cuda_graphs_without_a_gpu_are_rejected():
     with pytest.raises(ValueError, match="cuda_graphs is True with TorchAttention on cpu"):
         LLM(from_model(tiny("llama")), num_blocks=8, block_size=4, cuda_graphs=True)

@@ -36,7 +36,7 @@ def flat_out(max_tokens, **options):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
-def test_a_step_returns_an_output_for_each_request_that_gained_a_token(loaded):
+def test_step_returns_an_output_for_each_request_that_gained_a_token(loaded):
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4, max_num_batched_tokens=8).engine
     short, long = prompts(3, 12)
     engine.add_request("short", short, flat_out(3))
@@ -50,7 +50,7 @@ def test_a_step_returns_an_output_for_each_request_that_gained_a_token(loaded):
     engine.check_integrity()
 
 
-def test_an_engine_with_nothing_to_do_steps_and_does_nothing(loaded):
+def test_step_of_an_idle_engine_does_nothing(loaded):
     """Case: a loop that was started before the first request came fell over."""
     engine = LLM(loaded, num_blocks=8).engine
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_outputs_are_cumulative_snapshots_that_later_steps_leave_alone(loaded):
 
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("budget", [1, 5, 33, 2048])
-def test_any_budget_gives_the_tokens_of_a_solo_run(model, loaded, budget, chunked):
+def test_budget_changes_no_token(model, loaded, budget, chunked):
     asked = prompts(1, 2, 7, 15, 16, 17, 31, 33)
     llm = poisoned_llm(
         loaded, num_blocks=64, block_size=4, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_num_seqs=5
@@ -91,7 +91,7 @@ def test_any_budget_gives_the_tokens_of_a_solo_run(model, loaded, budget, chunke
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_pool_too_small_for_all_preempts_and_loses_nothing(model, loaded, policy):
+def test_preemption_in_a_pool_too_small_for_all_loses_nothing(model, loaded, policy):
     asked = prompts(9, 14, 3, 20, 6, 11)
     llm = poisoned_llm(loaded, num_blocks=12, block_size=4, scheduling_policy=policy)
     for i, prompt in enumerate(asked):
@@ -103,7 +103,7 @@ def test_a_pool_too_small_for_all_preempts_and_loses_nothing(model, loaded, poli
         assert done[f"r{i}"].outputs[0].token_ids == greedy(model, prompt, 20)
 
 
-def test_sampled_text_is_the_same_alone_in_company_and_after_preemption(loaded):
+def test_sampling_is_the_same_alone_in_a_batch_and_after_preemption(loaded):
     asked = prompts(9, 14, 3, 20)
     params = [
         SamplingParams(temperature=0.9, top_p=0.95, seed=7 + i, max_tokens=16, min_tokens=12, ignore_eos=True,
@@ -119,7 +119,7 @@ def test_sampled_text_is_the_same_alone_in_company_and_after_preemption(loaded):
         assert len(other.outputs[0].logprobs) == 16
 
 
-def test_requests_without_a_seed_draw_differently_and_an_engine_repeats_itself(loaded):
+def test_seeds_of_requests_without_one_differ_and_an_engine_repeats_itself(loaded):
     prompt, params = prompts(6)[0], SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     texts = [
         [o.outputs[0].token_ids for o in LLM(loaded, num_blocks=64, seed=seed).generate([prompt] * 3, params)]
@@ -129,7 +129,7 @@ def test_requests_without_a_seed_draw_differently_and_an_engine_repeats_itself(l
     assert len({tuple(tokens) for tokens in texts[0]}) == 3
 
 
-def test_n_continuations_come_back_together_in_order_and_are_drawn_apart(loaded):
+def test_n_samples_come_back_together_in_order_and_are_sampled_independently(loaded):
     llm = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=3)
     params = SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate(prompts(6), params)
@@ -142,7 +142,7 @@ def test_n_continuations_come_back_together_in_order_and_are_drawn_apart(loaded)
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9])
 @pytest.mark.parametrize("length", [5, 8, 13])
-def test_a_prompt_is_computed_once_for_all_its_continuations_and_only_its_tail_is_copied(loaded, length, max_tokens):
+def test_n_samples_share_one_prefill_and_copy_only_its_tail(loaded, length, max_tokens):
     """Length 8 fills its blocks: nothing is copied. The last to write a shared tail owns it alone, so n - 1 copies do."""
     llm = poisoned_llm(loaded, num_blocks=64, block_size=4, enable_prefix_caching=False, record=True)
     params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=max_tokens, ignore_eos=True)
@@ -162,7 +162,7 @@ def test_a_prompt_is_computed_once_for_all_its_continuations_and_only_its_tail_i
 
 @pytest.mark.parametrize("urgent", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_arrival_times_are_for_metrics_and_move_nobody_in_the_queue(model, loaded, policy, urgent):
+def test_arrival_times_are_for_metrics_and_change_no_order(model, loaded, policy, urgent):
     """Case: one slot, equal priorities, and the one that was added later says that it arrived earlier."""
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=1, scheduling_policy=policy).engine
     asked = dict(zip(("r2", "r1", "urgent"), prompts(4, 5, 6), strict=True))
@@ -182,7 +182,7 @@ def test_arrival_times_are_for_metrics_and_move_nobody_in_the_queue(model, loade
 
 @pytest.mark.parametrize("n, others", [(12, 0), (8, 0), (9, 0), (12, 1)])
 @pytest.mark.parametrize("caching", [True, False])
-def test_more_continuations_than_sequence_slots_come_in_waves(loaded, n, others, caching):
+def test_n_samples_beyond_the_slots_come_in_waves(loaded, n, others, caching):
     llm = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=8, enable_prefix_caching=caching)
     for i in range(others):
         llm.engine.add_request(f"other{i}", prompts(7)[0], flat_out(20))
@@ -197,7 +197,7 @@ def test_more_continuations_than_sequence_slots_come_in_waves(loaded, n, others,
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "mid-prefill", "one of n"])
-def test_abort_ends_a_request_in_any_state_and_gives_what_there_is(loaded, state):
+def test_abort_ends_a_request_in_any_state_and_returns_its_output(loaded, state):
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=10).engine
     first, victim, third = prompts(4, 24, 5)
     engine.add_request("first", first, flat_out(8))
@@ -214,7 +214,7 @@ def test_abort_ends_a_request_in_any_state_and_gives_what_there_is(loaded, state
     assert sorted(done) == ["first", "third"]
 
 
-def test_an_unknown_id_can_not_be_aborted(loaded):
+def test_abort_of_an_unknown_id_is_rejected(loaded):
     engine = LLM(loaded, num_blocks=8).engine
     with pytest.raises(ValueError, match="request_id 'nobody' is not being served"):
         engine.abort("nobody")
@@ -244,7 +244,7 @@ def test_an_unknown_id_can_not_be_aborted(loaded):
     ({"prompt_token_ids": 5}, "prompt is 5"), ({"prompt_token_ids": "abc"}, "prompt is 'abc'"),
     ({"prompt_token_ids": {3, 1}}, "prompt is {1, 3}"), ({"prompt_token_ids": {1: 2}}, "prompt is {1: 2}"),
 ])
-def test_a_bad_request_is_refused_by_name_and_the_others_go_on(model, loaded, change, message):
+def test_validation_rejects_a_bad_request_by_name_and_the_others_go_on(model, loaded, change, message):
     engine = poisoned_llm(loaded, num_blocks=8, block_size=4, max_model_len=40).engine
     prompt = prompts(6)[0]
     engine.add_request("taken", prompt, flat_out(8))
@@ -260,7 +260,7 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(model, loaded, ch
 @pytest.mark.parametrize("length, max_tokens, expected", [
     (30, None, 2), (30, 1, 1), (30, 2, 2), (30, 10, 2), (31, None, 1), (31, 1, 1), (31, 10, 1), (32, 1, None), (33, 1, None),
 ])
-def test_prompt_and_output_never_exceed_max_model_len(loaded, length, max_tokens, expected):
+def test_max_model_len_is_never_exceeded(loaded, length, max_tokens, expected):
     llm = poisoned_llm(loaded, num_blocks=16, block_size=4, max_model_len=32)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     if expected is None:
@@ -273,7 +273,7 @@ def test_prompt_and_output_never_exceed_max_model_len(loaded, length, max_tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
-def test_every_position_of_a_model_can_be_used_and_no_more(kind):
+def test_max_model_len_allows_every_position_of_the_model_and_no_more(kind):
     """Learned positions end where their table does: 127 tokens of prompt leave one for the answer, 128 none."""
     model = tiny(kind)
     llm = poisoned_llm(from_model(model), num_blocks=64, block_size=4)
@@ -287,7 +287,7 @@ def test_every_position_of_a_model_can_be_used_and_no_more(kind):
 
 
 @pytest.mark.parametrize("length", [13 * 4 - 1, 13 * 4])
-def test_a_prompt_that_just_fills_the_pool_is_served_and_one_token_more_is_refused(loaded, length):
+def test_validation_accepts_a_prompt_that_just_fills_the_pool_and_rejects_one_token_more(loaded, length):
     llm = poisoned_llm(loaded, num_blocks=13, block_size=4, max_model_len=60)
     engine = llm.engine
     engine.add_request("big", [1] * length, flat_out(1))
@@ -320,7 +320,7 @@ def test_generate_takes_every_form_of_prompt_and_keeps_the_order(model, loaded):
     ([[1], [2]], {"params": [SamplingParams()]}, "params has 1 entries for 2 prompts"),
     ([[1], [2]], {"priority": [1, 2, 3]}, "priority has 3 entries for 2 prompts"),
 ])
-def test_generate_refuses_a_bad_call_before_anything_is_queued(loaded, asked, options, message):
+def test_generate_rejects_a_bad_call_before_anything_is_queued(loaded, asked, options, message):
     llm = LLM(loaded, num_blocks=32)
     with pytest.raises(ValueError, match=message):
         llm.generate(asked, **options)
@@ -338,7 +338,7 @@ def test_generate_refuses_a_bad_call_before_anything_is_queued(loaded, asked, op
     lambda llm: llm.chat([{"role": "user", "content": "?"}]),
     lambda llm: llm.engine.add_request("bad", []),
 ], ids=["''", "a and ''", "[]", "[[]]", "no token", "no message", "an empty chat", "a chat of no token", "no ids"])
-def test_what_is_empty_is_refused_and_a_request_under_way_goes_on(model, loaded, call):
+def test_validation_rejects_what_is_empty_and_a_running_request_goes_on(model, loaded, call):
     """Case: a tokenizer that adds no token of its own makes nothing of some texts, and one such text ended the server."""
 
     class Bare(Letters):
@@ -366,18 +366,18 @@ def test_what_is_empty_is_refused_and_a_request_under_way_goes_on(model, loaded,
 @pytest.mark.parametrize("part", [
     {"block_pool": int}, {"block_pool": object()}, {"scheduler": "x"}, {"prefix_cache": dict}, {"preemption": 3},
 ])
-def test_a_part_that_is_none_is_refused_by_what_it_lacks(loaded, part):
+def test_plugged_in_part_is_rejected_by_what_it_lacks(loaded, part):
     with pytest.raises(ValueError, match=f"{next(iter(part))} is .*it must be a .*missing"):
         LLM(loaded, num_blocks=8, **part)
 
 
-def test_a_pool_larger_than_the_memory_is_refused(loaded):
+def test_pool_larger_than_the_memory_is_rejected(loaded):
     with pytest.raises(ValueError, match="GiB, .* are free: lower num_blocks"):
         LLM(loaded, num_blocks=10**10)
 
 
 @pytest.mark.parametrize("moment", ["while the plan is made", "while tokens are taken", "while a request is added"])
-def test_an_interrupt_waits_until_the_books_are_in_order(loaded, monkeypatch, moment):
+def test_sigint_is_deferred_until_state_is_consistent(loaded, monkeypatch, moment):
     """A real SIGINT, sent in the middle of the bookkeeping: it arrives, and nothing is half done."""
     import os
     import signal
@@ -403,7 +403,7 @@ def test_an_interrupt_waits_until_the_books_are_in_order(loaded, monkeypatch, mo
     assert len(llm.generate(prompts(4), flat_out(3))[0].outputs[0].token_ids) == 3
 
 
-def test_generate_refuses_to_run_off_with_requests_that_were_added_by_hand(loaded):
+def test_generate_rejects_to_run_with_requests_that_were_added_by_hand(loaded):
     llm = LLM(loaded, num_blocks=32)
     llm.engine.add_request("mine", [1, 2], flat_out(4))
     with pytest.raises(RuntimeError, match="still serves 1 requests"):
@@ -421,7 +421,7 @@ def test_generate_refuses_to_run_off_with_requests_that_were_added_by_hand(loade
     (lambda llm: llm.beam_search([[1]], SamplingParams()), "it must be a BeamSearchParams"),
     (lambda llm: llm.beam_search([[1], [2]], [BeamSearchParams(), None]), "params is None"),
 ])
-def test_what_is_no_prompt_and_no_search_is_refused_in_one_line(loaded, call, message):
+def test_validation_rejects_what_is_no_prompt_and_no_search_in_one_line(loaded, call, message):
     tokenizer = SimpleNamespace(chat_template="{}", decode=str, encode=None, apply_chat_template=None)
     llm = poisoned_llm(replace(loaded, tokenizer=tokenizer), num_blocks=32, block_size=4)
     with pytest.raises(ValueError, match=message):
@@ -431,7 +431,7 @@ def test_what_is_no_prompt_and_no_search_is_refused_in_one_line(loaded, call, me
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the model fell over"), KeyboardInterrupt()])
-def test_a_step_that_breaks_off_costs_time_and_no_tokens(model, loaded, error, monkeypatch):
+def test_rollback_of_a_failed_step_loses_no_token(model, loaded, error, monkeypatch):
     asked = prompts(5, 12)
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4).engine
     for i, prompt in enumerate(asked):
@@ -506,14 +506,14 @@ def test_stop_ids_and_end_tokens_stop_and_min_tokens_holds_them_off(model, loade
     assert len(held.token_ids) >= 8 and third not in held.token_ids[:7]
 
 
-def test_the_last_allowed_token_that_is_also_a_stop_counts_as_a_stop(model, loaded):
+def test_stop_at_the_last_allowed_token_counts_as_a_stop(model, loaded):
     prompt = prompts(6)[0]
     first = greedy(model, prompt, 1)[0]
     llm = poisoned_llm(loaded, num_blocks=32, block_size=4)
     assert llm.generate(prompt, flat_out(1, stop_token_ids=[first]))[0].outputs[0].finish_reason == "stop"
 
 
-def test_a_model_may_be_used_by_others_between_two_runs(model, loaded):
+def test_model_may_be_used_by_others_between_two_runs(model, loaded):
     llm = poisoned_llm(loaded, num_blocks=32, block_size=4)
     prompt = prompts(6)[0]
     first = llm.generate(prompt, flat_out(4))[0].outputs[0].token_ids
@@ -533,7 +533,7 @@ def test_stats_count_what_runs_waits_and_is_free(loaded):
     run(engine)
 
 
-def test_the_audit_notices_a_leak_a_double_owner_and_a_lost_request(loaded):
+def test_invariants_detect_a_leak_a_double_owner_and_a_lost_request(loaded):
     engine = LLM(loaded, num_blocks=20, block_size=4).engine
     engine.add_request("r", prompts(5)[0], flat_out(6))
     engine.step()
@@ -558,7 +558,7 @@ def test_the_audit_notices_a_leak_a_double_owner_and_a_lost_request(loaded):
     engine.check_integrity()
 
 
-def test_a_part_that_fails_in_the_middle_of_a_plan_leaves_the_books_in_order(model, loaded):
+def test_rollback_after_a_part_fails_in_the_middle_of_a_plan_keeps_the_invariants(model, loaded):
     """A learner's pool that raises for the second request, when the first one has its slot already."""
     engine = poisoned_llm(loaded, num_blocks=20, block_size=4).engine
     asked = {"a": [1, 2, 3], "b": [1, 2, 2, 1]}
@@ -588,12 +588,12 @@ def test_a_part_that_fails_in_the_middle_of_a_plan_leaves_the_books_in_order(mod
     ("kv_cache_dtype", "int3", "kv_cache_dtype"), ("attention_backend", "cudnn", "attention_backend"),
     ("enable_prefix_caching", 1, "enable_prefix_caching"), ("record", "yes", "record"), ("seed", -1, "seed"),
 ])
-def test_a_bad_setting_is_refused_by_name_and_range(loaded, setting, value, message):
+def test_config_rejects_a_bad_setting_by_name_and_range(loaded, setting, value, message):
     with pytest.raises(ValueError, match=message):
         LLM(loaded, **{setting: value})
 
 
-def test_parts_may_be_classes_or_instances_of_ones_own(model, loaded):
+def test_plugged_in_parts_may_be_classes_or_instances(model, loaded):
     from labcore.attention.torch_backend import TorchAttention
     from labcore.kvcache.blocks import BlockPool
     from labcore.scheduler.preemption import Recompute

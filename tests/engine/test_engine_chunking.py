@@ -51,7 +51,7 @@ def expected(model, crowd):
 @pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_64_requests_say_at_every_budget_what_transformers_makes_of_each(loaded, crowd, expected, budget, caching):
+def test_chunked_prefill_of_64_requests_equals_transformers_at_every_budget(loaded, crowd, expected, budget, caching):
     llm = poisoned_llm(
         loaded, num_blocks=48, block_size=4, max_num_batched_tokens=budget, enable_prefix_caching=caching
     )
@@ -118,7 +118,7 @@ MIX = {
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(250, marks=pytest.mark.slow)])
-def test_forks_beams_preemption_caching_and_aborts_mixed_at_any_budget_change_no_token(loaded, alone, examples):
+def test_chunked_prefill_mixed_with_forks_beams_preemption_caching_and_aborts_changes_no_token(loaded, alone, examples):
     settings(max_examples=examples)(given(**MIX)(mixed_company_changes_no_token))(loaded, alone)
 
 
@@ -162,7 +162,7 @@ def mixed_company_changes_no_token(
 
 
 @pytest.mark.parametrize("budget, length, first", [(32, 100, 4), (32, 96, 3), (32, 97, 4), (7, 8, 2), (1, 5, 5)])
-def test_nothing_is_said_before_the_last_chunk_and_then_one_token_a_step(loaded, model, budget, length, first):
+def test_chunked_prefill_samples_nothing_before_the_last_chunk_and_then_one_token_a_step(loaded, model, budget, length, first):
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_batched_tokens=budget).engine
     prompt = random_prompt(length)
     engine.add_request("r", prompt, flat_out(5))
@@ -174,7 +174,7 @@ def test_nothing_is_said_before_the_last_chunk_and_then_one_token_a_step(loaded,
 
 
 @pytest.mark.parametrize("caching, opt_out", [(False, False), (True, True), (True, False)])
-def test_progress_belongs_to_the_request_and_not_to_the_cache(loaded, caching, opt_out):
+def test_chunked_prefill_progress_belongs_to_the_request_and_not_to_the_cache(loaded, caching, opt_out):
     engine = poisoned_llm(
         loaded, num_blocks=64, block_size=4, max_num_batched_tokens=16, enable_prefix_caching=caching, record=True
     ).engine
@@ -191,7 +191,7 @@ def test_progress_belongs_to_the_request_and_not_to_the_cache(loaded, caching, o
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("how", ["abort", "preempt", "break off"])
-def test_what_leaves_in_mid_prefill_publishes_only_what_is_computed(loaded, model, n, how, monkeypatch):
+def test_chunked_prefill_that_is_aborted_registers_only_what_is_computed(loaded, model, n, how, monkeypatch):
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4, max_num_batched_tokens=10).engine
     prompt, params = random_prompt(37), flat_out(4) if n == 1 else flat_out(4, n=n, temperature=0.9, seed=3)
     expected = tokens(LLM(loaded, num_blocks=64, block_size=4).generate(prompt, params)[0])
@@ -241,7 +241,7 @@ def test_logprobs_are_those_of_one_piece_at_chunk_edges_and_after_a_restart(load
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), room=st.integers(1, 20), threshold=st.integers(0, 9)
 )
 @settings(max_examples=15)
-def test_who_decodes_gains_a_token_in_every_step_whatever_arrives(loaded, lengths, room, threshold):
+def test_decodes_gain_a_token_in_every_step_whatever_arrives(loaded, lengths, room, threshold):
     streams = 3
     engine = poisoned_llm(
         loaded, num_blocks=128, block_size=4, max_num_batched_tokens=streams + len(lengths) + room,
@@ -273,7 +273,7 @@ class SteppedClock:
         engine.runner.run, engine._clock = slow, lambda: self.now
 
 
-def test_auto_finds_the_budget_that_keeps_the_time_between_tokens(loaded, model):
+def test_auto_budget_keeps_the_time_between_tokens(loaded, model):
     engine = poisoned_llm(
         loaded, num_blocks=400, block_size=4, max_num_batched_tokens="auto", tbt_target_ms=100
     ).engine
@@ -291,7 +291,7 @@ def test_auto_finds_the_budget_that_keeps_the_time_between_tokens(loaded, model)
         assert done[f"r{i}"].outputs[0].token_ids == greedy(model, prompt, 6 if i else 60)
 
 
-def test_auto_reads_a_prompt_in_one_go_while_nobody_waits_for_a_next_token(loaded):
+def test_auto_budget_is_the_maximum_while_no_request_decodes(loaded):
     engine = poisoned_llm(
         loaded, num_blocks=100, block_size=4, max_num_batched_tokens="auto", tbt_target_ms=1, enable_prefix_caching=False
     ).engine
@@ -307,7 +307,7 @@ def test_auto_reads_a_prompt_in_one_go_while_nobody_waits_for_a_next_token(loade
     run(engine)
 
 
-def test_auto_serves_everybody_even_if_the_target_is_out_of_reach(loaded, model):
+def test_auto_budget_serves_every_request_even_if_the_target_is_out_of_reach(loaded, model):
     engine = poisoned_llm(loaded, num_blocks=100, block_size=4, max_num_batched_tokens="auto", tbt_target_ms=1).engine
     SteppedClock(engine, fixed=1.0, per_token=1.0)
     asked = [random_prompt(n, seed=n) for n in (3, 40, 100)]
@@ -324,6 +324,6 @@ def test_auto_serves_everybody_even_if_the_target_is_out_of_reach(loaded, model)
     ({"tbt_target_ms": 0}, "tbt_target_ms is 0; it must be a number above 0"),
     ({"tbt_target_ms": float("nan")}, "tbt_target_ms"), ({"tbt_target_ms": "200"}, "tbt_target_ms"),
 ])  # fmt: skip
-def test_a_bad_budget_is_refused_by_name_and_range(loaded, settings, message):
+def test_budget_is_rejected_by_name_and_range(loaded, settings, message):
     with pytest.raises(ValueError, match=message):
         LLM(loaded, **settings)

@@ -201,7 +201,7 @@ TestEngineMachine = EngineMachine.TestCase
 
 
 @pytest.mark.slow
-def test_ten_thousand_events_change_nobodys_words():
+def test_engine_tokens_are_right_through_ten_thousand_events():
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(EngineMachine, settings=settings(
@@ -220,7 +220,7 @@ ENDS = {
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("end", ENDS)
-def test_however_a_request_ends_the_pool_is_whole_and_what_can_be_found_is_what_was_computed(end, block_size):
+def test_pool_is_whole_however_a_request_ends_and_only_computed_blocks_are_found(end, block_size):
     """Case: the slot of the last token, which has no KV, was freed by two paths, or by none."""
     engine = remembering_llm(
         LOADED, num_blocks=128 // block_size, block_size=block_size, max_num_batched_tokens=4, max_model_len=110

@@ -101,7 +101,7 @@ def test_unsound_logits_leave_no_block_in_the_prefix_cache():
     assert failed.error and all(llm.engine.scheduler.kv.prefix_cache.hash_of(block) is None for block in range(40))
 
 
-def test_a_request_that_bans_every_token_fails_alone():
+def test_unsound_logits_of_a_request_that_bans_every_token_fail_it_alone():
     llm = remembering_llm(LOADED, num_blocks=40)
     banned = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=list(range(VOCAB)))
     failed, answered = llm.generate(PROMPTS[:2], [banned, greedy(6)])
@@ -111,7 +111,7 @@ def test_a_request_that_bans_every_token_fails_alone():
 
 @pytest.mark.parametrize("times", [1, math.inf], ids=["once", "always"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_tokenizer_that_raises_on_a_token_fails_its_request_alone(n, times):
+def test_tokenizer_that_raises_on_a_token_fails_its_request_alone(n, times):
     """Case: five logprobs for six tokens, siblings that ran with nothing to compute, steps that raised for ever."""
     params = sampled(5, seed=1, n=n, logprobs=1)
     prompts = [[a, b, c] for a in range(4) for b in range(4) for c in range(4)]
@@ -141,7 +141,7 @@ def test_a_tokenizer_that_raises_on_a_token_fails_its_request_alone(n, times):
         assert_answered(done[f"r{i}"], prompt, params)
 
 
-def test_a_tokenizer_that_raises_on_a_beams_text_fails_its_search_alone():
+def test_tokenizer_that_raises_on_a_beams_text_fails_its_search_alone():
     params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
     prompt = PROMPTS[1]
     said = next(token for token in expected_beams(prompt, params)[0] if token not in prompt)
@@ -217,7 +217,7 @@ PLUGS = {
 
 
 @pytest.mark.parametrize("part, method", [(part, method) for part, methods in PLUGS.items() for method in methods])
-def test_a_part_that_raises_is_named_and_no_request_is_lost(part, method):
+def test_plugged_in_part_that_raises_is_named_and_no_request_is_lost(part, method):
     """Case: a pool whose touch raised left a request in no queue; a recorder that raised had one served for ever."""
     counting = MixedRun()
     calls = make_faulty(counting.engine.parts()[part], method, ())
@@ -234,7 +234,7 @@ def test_a_part_that_raises_is_named_and_no_request_is_lost(part, method):
         assert all(output.error == f"{part}: Fault: {method} number {k}" for output in failed)
 
 
-def test_a_pool_that_takes_nothing_back_loses_no_request_and_is_offered_its_blocks_again():
+def test_pool_that_frees_nothing_loses_no_request_and_is_asked_again():
     """Each step whose requests end says so; every output is delivered, and the audit knows whose the blocks are."""
     run = MixedRun(num_blocks=60, is_recorder_sound=False)  # the pool is not what it should be; the record is
     broken = set(range(10_000))
@@ -251,7 +251,7 @@ def test_a_pool_that_takes_nothing_back_loses_no_request_and_is_offered_its_bloc
     run.engine.check_integrity()
 
 
-def test_a_recorder_that_raises_for_ever_stops_no_request_and_no_later_generate():
+def test_recorder_that_always_raises_stops_no_request_and_no_later_generate():
     run = MixedRun(is_recorder_sound=False)
     make_faulty(run.engine.recorder, "end_step", range(10_000))
     run.finish()
@@ -265,7 +265,7 @@ def test_a_recorder_that_raises_for_ever_stops_no_request_and_no_later_generate(
     assert_answered(run.llm.generate([[0, 1]], greedy(2))[0], [0, 1], greedy(2))
 
 
-def test_a_budget_that_raises_breaks_a_step_off_or_waits_for_its_end():
+def test_budget_that_raises_fails_the_step_or_is_deferred_to_its_end():
     llm = remembering_llm(LOADED, num_blocks=30, max_num_batched_tokens="auto", record=True)
     for method in ("tokens", "observe"):
         llm.engine.add_request(method, [0, 1, 2], greedy(4))
@@ -283,7 +283,7 @@ def test_a_budget_that_raises_breaks_a_step_off_or_waits_for_its_end():
         assert_answered(output, [0, 1, 2], greedy(4))
 
 
-def test_a_step_without_blocks_says_that_they_belong_to_no_request():
+def test_out_of_blocks_says_that_they_belong_to_no_request():
     """Case: blocks that were taken out of the pool by hand, until none was left: "max() arg is an empty sequence"."""
     llm = remembering_llm(LOADED, num_blocks=8, record=True)
     engine = llm.engine
@@ -359,7 +359,7 @@ def test_standstill_leaves_the_lost_request_queued_for_the_next_step():
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_rollback_after_some_siblings_have_their_blocks_draws_each_first_token_once(k):
+def test_rollback_after_some_siblings_have_their_blocks_samples_each_first_token_once(k):
     """Case: a continuation that was sent back by itself drew from its sibling's logits, too, and said a token twice."""
     engine = remembering_llm(LOADED, num_blocks=40, record=True).engine
     make_faulty(engine.scheduler, "share_prompt", {k})
@@ -379,7 +379,7 @@ def test_rollback_after_some_siblings_have_their_blocks_draws_each_first_token_o
         assert_answered(done[name], *request)
 
 
-def test_requests_served_from_two_threads_are_answered_or_refused_as_busy():
+def test_engine_busy_for_a_second_thread():
     """Case: 13 answers of which 2 were wrong, and more than a thousand KeyErrors and IndexErrors."""
     llm = remembering_llm(LOADED, num_blocks=60)
     prompts, params = PROMPTS[:3], sampled(8, seed=1, n=2)
@@ -425,7 +425,7 @@ def test_requests_served_from_two_threads_are_answered_or_refused_as_busy():
     lambda llm: llm.engine.fork("r", "new"),
     lambda llm: llm.generate([[1]]),
 ], ids=["step", "add", "abort", "fork", "generate"])  # fmt: skip
-def test_a_call_from_inside_a_step_is_refused_as_busy_and_the_step_goes_on(call):
+def test_engine_busy_for_a_call_from_inside_a_step_which_goes_on(call):
     """From a tokenizer, a recorder, a clock: from any part that the engine calls."""
     llm = remembering_llm(LOADED, num_blocks=30)
     refused = []

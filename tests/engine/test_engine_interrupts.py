@@ -21,7 +21,7 @@ from remembering import Letters, remembering_llm
 
 import labcore
 from labcore.engine import signals
-from labcore.engine.signals import interruptible, defer_sigint
+from labcore.engine.signals import defer_sigint, interruptible
 from labcore.scheduler.plan import SchedulerOutput
 
 OURS = (str(Path(labcore.__file__).parent), contextlib.__file__, signal.__file__, threading.__file__)
@@ -201,7 +201,7 @@ def test_sigint_from_outside_at_random_moments_leaves_nothing_behind():
     assert num_interrupted > 0
 
 
-def test_undelivered_outputs_of_an_interrupted_step_come_with_the_next_call():
+def test_sigint_leaves_undelivered_outputs_to_the_next_call():
     run = remembering_llm(LOADED, num_blocks=30)
     engine = run.engine
     engine.add_request("ends", [0, 1], greedy(1))

@@ -62,7 +62,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mixed_batch_says_what_generate_says(kind: str, prompts: list[list[int]]) -> None:
+def test_mixed_batch_equals_generate(kind: str, prompts: list[list[int]]) -> None:
     wanted = expected(kind, prompts)
     assert len({tuple(tokens[:1]) for tokens in wanted}) > 1, "a model that always says the same proves nothing"
     assert speak_from_pages(kind, prompts, OUTPUT_LENGTHS, block_size=4, num_blocks=128) == wanted
@@ -70,13 +70,13 @@ def test_a_mixed_batch_says_what_generate_says(kind: str, prompts: list[list[int
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
-def test_the_block_size_changes_no_token(kind: str, block_size: int, prompts: list[list[int]]) -> None:
+def test_block_size_changes_no_token(kind: str, block_size: int, prompts: list[list[int]]) -> None:
     spoken = speak_from_pages(kind, prompts, OUTPUT_LENGTHS, block_size=block_size, num_blocks=400)
     assert spoken == expected(kind, prompts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_in_pieces_and_preempted_requests_change_no_token(kind: str, prompts: list[list[int]]) -> None:
+def test_chunks_and_preemption_change_no_token(kind: str, prompts: list[list[int]]) -> None:
     spoken = speak_from_pages(
         kind, prompts, OUTPUT_LENGTHS, preempts=True, block_size=4, num_blocks=20, max_num_batched_tokens=11
     )

@@ -64,7 +64,7 @@ def solo_key(prompt, params):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_64_requests_that_come_and_go_under_preemption_say_what_each_says_alone(loaded, crowd, alone, policy):
+def test_preemption_of_64_requests_that_come_and_go_changes_no_token(loaded, crowd, alone, policy):
     llm = poisoned_llm(
         loaded, num_blocks=64, block_size=1, seed=3, enable_prefix_caching=policy == "priority",
         scheduling_policy=policy, max_num_seqs=16, max_num_batched_tokens=64,

@@ -84,7 +84,7 @@ def test_greedy_tokens_equal_those_of_generate(loaded, prompts, expected, num_bl
         assert done[f"r{i}"].outputs[0].token_ids == expected[i], f"prompt {i}"
 
 
-def test_an_answer_is_text_and_ends_with_the_end_token(loaded):
+def test_chat_answer_is_text_and_ends_with_the_end_token(loaded):
     llm = LLM(loaded, num_blocks=64)
     (output,) = llm.chat([{"role": "user", "content": "Say hi."}], SamplingParams(temperature=0, max_tokens=64))
     completion = output.outputs[0]
@@ -92,7 +92,7 @@ def test_an_answer_is_text_and_ends_with_the_end_token(loaded):
     assert completion.text and "<|" not in completion.text
 
 
-def test_a_stop_string_ends_the_text_before_it_and_is_never_shown_in_part(loaded):
+def test_stop_string_ends_the_text_before_it_and_is_never_shown_in_part(loaded):
     llm = LLM(loaded, num_blocks=64)
     prompt = loaded.tokenizer.encode("1, 1, 2, 3, 5, 8,")
     whole = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text

@@ -54,7 +54,7 @@ def tokens(output, index=0):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 9])
-def test_a_greedy_child_says_what_its_parent_says_and_what_transformers_does(kind, caching, moment):
+def test_fork_of_a_greedy_request_equals_its_parent_and_transformers(kind, caching, moment):
     """The tail is full after 7 + 1 tokens of KV, partly filled at the other moments."""
     model, ids = tiny(kind), prompt(7)
     engine = poisoned_llm(from_model(model), num_blocks=16, block_size=4, enable_prefix_caching=caching).engine
@@ -69,7 +69,7 @@ def test_a_greedy_child_says_what_its_parent_says_and_what_transformers_does(kin
 
 
 @pytest.mark.parametrize("moment, tail_is_full", [(1, False), (2, True), (3, False)])
-def test_a_fork_takes_no_block_and_only_a_tail_that_is_written_is_copied_once(loaded, moment, tail_is_full):
+def test_fork_takes_no_block_and_copies_a_tail_once_when_it_is_written(loaded, moment, tail_is_full):
     engine = poisoned_llm(loaded, num_blocks=16, block_size=4, record=True).engine
     engine.add_request("parent", prompt(7), flat_out(12))
     for _ in range(moment):
@@ -93,7 +93,7 @@ def test_a_fork_takes_no_block_and_only_a_tail_that_is_written_is_copied_once(lo
 
 
 @pytest.mark.parametrize("num_blocks", [32, 7])
-def test_a_sampled_child_goes_its_own_way_the_same_in_a_pool_of_any_size(model, loaded, num_blocks):
+def test_fork_samples_independently_and_the_same_in_a_pool_of_any_size(model, loaded, num_blocks):
     params = flat_out(14, temperature=1.0, seed=3)
     engine = poisoned_llm(loaded, num_blocks=num_blocks, block_size=4).engine
     engine.add_request("parent", prompt(6), params)
@@ -114,7 +114,7 @@ def test_a_sampled_child_goes_its_own_way_the_same_in_a_pool_of_any_size(model, 
     assert tokens(done["its twin"]) == tokens(done["parent"])
 
 
-def test_a_child_of_a_child_and_many_of_one_parent(model, loaded):
+def test_fork_of_a_fork_and_many_of_one_parent(model, loaded):
     engine = poisoned_llm(loaded, num_blocks=24, block_size=4).engine
     engine.add_request("0", prompt(9), flat_out(16))
     engine.step()
@@ -129,7 +129,7 @@ def test_a_child_of_a_child_and_many_of_one_parent(model, loaded):
 
 @pytest.mark.parametrize("state", ["waiting", "mid-prefill", "preempted", "running, every slot taken"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_parent_in_any_state_can_be_forked(model, loaded, state, caching):
+def test_fork_of_a_parent_in_any_state(model, loaded, state, caching):
     slots, blocks = (2, 32) if state == "running, every slot taken" else (8, 9 if state == "preempted" else 32)
     engine = poisoned_llm(
         loaded, num_blocks=blocks, block_size=4, max_num_seqs=slots, max_num_batched_tokens=8, enable_prefix_caching=caching
@@ -163,7 +163,7 @@ def test_a_parent_in_any_state_can_be_forked(model, loaded, state, caching):
 
 @pytest.mark.parametrize("who", ["parent", "child"])
 @pytest.mark.parametrize("steps_between", [0, 1, 2])
-def test_when_one_is_aborted_the_other_goes_on(model, loaded, who, steps_between):
+def test_fork_goes_on_when_the_other_is_aborted(model, loaded, who, steps_between):
     engine = poisoned_llm(loaded, num_blocks=16, block_size=4).engine
     engine.add_request("parent", prompt(7), flat_out(12))
     for _ in range(3):
@@ -178,7 +178,7 @@ def test_when_one_is_aborted_the_other_goes_on(model, loaded, who, steps_between
     assert other.request_id != who and tokens(other) == greedy(model, prompt(7), 12)
 
 
-def test_a_step_that_breaks_off_right_after_a_fork_costs_nobody_a_token(model, loaded, monkeypatch):
+def test_fork_before_a_failed_step_loses_no_token(model, loaded, monkeypatch):
     """The step has planned the copy of the shared tail, and may have made it or not."""
     engine = poisoned_llm(loaded, num_blocks=16, block_size=4, max_num_batched_tokens=1).engine
     engine.add_request("parent", prompt(2), flat_out(12))
@@ -194,7 +194,7 @@ def test_a_step_that_breaks_off_right_after_a_fork_costs_nobody_a_token(model, l
     assert tokens(done["child"]) == tokens(done["parent"]) == greedy(model, prompt(2), 12)
 
 
-def test_one_of_several_continuations_is_forked_and_its_group_stays_as_it_was(model, loaded):
+def test_fork_of_one_of_n_samples_leaves_its_group_as_it_was(model, loaded):
     params = flat_out(10, temperature=1.0, n=3, seed=5)
     calm = poisoned_llm(loaded, num_blocks=32, block_size=4).generate(prompt(6), params)[0]
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4, max_num_batched_tokens=4).engine
@@ -230,7 +230,7 @@ def test_one_of_several_continuations_is_forked_and_its_group_stays_as_it_was(mo
     ({"temperature": float("nan")}, "temperature is nan"),
     ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
 ])  # fmt: skip
-def test_what_can_not_be_forked_is_refused_by_name_and_nothing_changes(model, loaded, asked, message):
+def test_fork_is_rejected_by_name_and_nothing_changes(model, loaded, asked, message):
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4).engine
     engine.add_request("gone", prompt(3), flat_out(1))
     engine.add_request("parent", prompt(5), flat_out(8))
@@ -253,7 +253,7 @@ def test_what_can_not_be_forked_is_refused_by_name_and_nothing_changes(model, lo
     run(engine)
 
 
-def test_a_single_beam_can_not_be_forked_either(loaded):
+def test_fork_of_a_single_beam_is_rejected(loaded):
     engine = poisoned_llm(loaded, num_blocks=64, block_size=4).engine
     engine.add_request("beams", prompt(5), BeamSearchParams(beam_width=3, max_tokens=8))
     for _ in range(4):
@@ -264,7 +264,7 @@ def test_a_single_beam_can_not_be_forked_either(loaded):
     run(engine)
 
 
-def test_what_both_have_said_is_found_again(loaded):
+def test_fork_leaves_the_tokens_of_both_in_the_prefix_cache(loaded):
     """Each publishes its own blocks behind the shared ones; a child that wrote into its parent's chain would not."""
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4).engine
     engine.add_request("parent", prompt(6), flat_out(14))
@@ -279,7 +279,7 @@ def test_what_both_have_said_is_found_again(loaded):
     assert [done[f"after {name}"].num_cached_tokens for name in said] == [16, 16], "of 20 tokens, the last has no KV"
 
 
-def test_text_and_log_probabilities_go_on_from_where_the_parent_stands(loaded):
+def test_fork_continues_text_and_logprobs_of_its_parent(loaded):
     """Every token is a byte or two, so that a character is often half said when the fork comes."""
     loaded = dataclasses.replace(loaded, tokenizer=BYTES)
     params = flat_out(24, temperature=2.0, seed=11, logprobs=2)
@@ -302,7 +302,7 @@ def test_text_and_log_probabilities_go_on_from_where_the_parent_stands(loaded):
         )
 
 
-def test_a_child_has_a_clock_a_place_in_the_queue_and_counters_of_its_own(loaded):
+def test_fork_has_metrics_arrival_and_counters_of_its_own(loaded):
     engine = poisoned_llm(
         loaded, num_blocks=32, block_size=4, max_num_seqs=2, scheduling_policy="priority", priority_aging_steps=4
     ).engine
@@ -322,7 +322,7 @@ def test_a_child_has_a_clock_a_place_in_the_queue_and_counters_of_its_own(loaded
     assert done["child"].num_cached_tokens <= len(done["child"].prompt_token_ids)
 
 
-def test_the_words_a_caller_has_already_are_left_alone(loaded):
+def test_fork_changes_no_output_that_was_returned(loaded):
     engine = poisoned_llm(loaded, num_blocks=32, block_size=4).engine
     engine.add_request("parent", prompt(5), flat_out(8, logprobs=1))
     (output,) = engine.step()
@@ -334,7 +334,7 @@ def test_the_words_a_caller_has_already_are_left_alone(loaded):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
-def test_any_mix_of_requests_forks_and_aborts_keeps_the_books_and_everybodys_words(model, loaded, seed):
+def test_fork_in_any_mix_of_requests_and_aborts_keeps_invariants_and_tokens(model, loaded, seed):
     """A pool that can't hold them all: forks come while others step back, and children are forked and aborted in turn."""
     dice = random.Random(seed)
     engine = poisoned_llm(

@@ -13,7 +13,7 @@ def state(pool):
     return list(pool.free_blocks()), pool.num_free, [pool.refcount(b) for b in range(pool.num_blocks)]
 
 
-def test_blocks_are_handed_out_in_the_given_order_and_come_back_at_the_tail():
+def test_allocate_takes_blocks_in_the_given_order_and_free_puts_them_at_the_tail():
     pool = BlockPool(4, 16, free_order=[2, 0, 3, 1])
     assert pool.allocate(2) == [2, 0]
     pool.free([0, 2])
@@ -27,18 +27,18 @@ def test_blocks_are_handed_out_in_the_given_order_and_come_back_at_the_tail():
     (0, 16, "num_blocks"), (-1, 16, "num_blocks"), (2.0, 16, "num_blocks"), (True, 16, "num_blocks"),
     (4, 0, "block_size"), (4, -16, "block_size"), (4, None, "block_size"),
 ])
-def test_a_pool_without_blocks_or_slots_is_refused_by_field(num_blocks, block_size, field):
+def test_pool_without_blocks_or_slots_is_rejected_by_field(num_blocks, block_size, field):
     with pytest.raises(ValueError, match=f"{field} is .*at least 1"):
         BlockPool(num_blocks, block_size)
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 2, 2], [0, 1, 2, 4], [0, 1, 2, 3, 3]])
-def test_a_free_order_that_is_no_permutation_is_refused(order):
+def test_pool_free_order_that_is_no_permutation_is_rejected(order):
     with pytest.raises(ValueError, match="free_order"):
         BlockPool(4, 16, free_order=order)
 
 
-def test_allocation_is_all_or_nothing():
+def test_allocate_is_all_or_nothing():
     pool = BlockPool(4, 16)
     pool.allocate(2)
     before = state(pool)
@@ -50,7 +50,7 @@ def test_allocation_is_all_or_nothing():
 
 
 @pytest.mark.parametrize("blocks", [[0, 0], [0, 3], [0, 4], [0, -1], [1, 0, 1]])
-def test_a_bad_free_raises_and_frees_nothing(blocks):
+def test_free_of_a_bad_block_raises_and_frees_nothing(blocks):
     """A second release, also within one call, a free block, an id past the end, an id that would count from the end."""
     pool = BlockPool(4, 16)
     pool.allocate(2)
@@ -61,7 +61,7 @@ def test_a_bad_free_raises_and_frees_nothing(blocks):
 
 
 @pytest.mark.parametrize("blocks", [[0, 3], [0, 4], [-1]])
-def test_a_bad_fork_raises_and_shares_nothing(blocks):
+def test_share_of_a_bad_block_raises_and_shares_nothing(blocks):
     pool = BlockPool(4, 16)
     pool.allocate(2)
     before = state(pool)
@@ -70,7 +70,7 @@ def test_a_bad_fork_raises_and_shares_nothing(blocks):
     assert state(pool) == before
 
 
-def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
+def test_refcount_of_a_shared_block_is_0_only_when_its_last_owner_frees_it():
     pool = BlockPool(2, 16)
     (block,) = pool.allocate(1)
     pool.share([block])
@@ -94,7 +94,7 @@ def test_incref_takes_a_free_block_out_of_the_middle_of_the_queue():
     assert list(pool.free_blocks()) == [1, 3, 2, 0]
 
 
-def test_growing_takes_a_block_exactly_when_a_boundary_is_crossed():
+def test_append_takes_a_block_exactly_when_a_boundary_is_crossed():
     pool = BlockPool(2, 4)
     table, other = BlockTable(pool), BlockTable(pool)
     assert table.append(3) == [0, 1, 2]
@@ -109,7 +109,7 @@ def test_growing_takes_a_block_exactly_when_a_boundary_is_crossed():
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_a_table_holds_the_ceiling_of_tokens_over_block_size(length):
+def test_block_table_holds_the_ceiling_of_tokens_over_block_size(length):
     pool = BlockPool(16, 4)
     table = BlockTable(pool)
     table.append(length)
@@ -121,7 +121,7 @@ def test_a_table_holds_the_ceiling_of_tokens_over_block_size(length):
     assert pool.num_free == 16 and table.num_tokens == 0
 
 
-def test_a_fork_shares_everything_and_copies_only_the_tail_it_writes():
+def test_fork_shares_everything_and_copies_only_the_tail_it_writes():
     pool = BlockPool(6, 4)
     parent = BlockTable(pool)
     parent.append(6)
@@ -136,7 +136,7 @@ def test_a_fork_shares_everything_and_copies_only_the_tail_it_writes():
     assert pool.refcount(0) == 2 and pool.refcount(1) == pool.refcount(2) == 1
 
 
-def test_a_full_shared_tail_needs_no_copy():
+def test_copy_on_write_of_a_full_shared_tail_is_not_needed():
     pool = BlockPool(6, 4)
     parent = BlockTable(pool)
     parent.append(8)
@@ -156,7 +156,7 @@ def test_copy_on_write_without_a_free_block_changes_nothing():
     assert state(pool) == before and child.blocks == parent.blocks
 
 
-def test_truncate_gives_back_only_the_blocks_past_the_cut():
+def test_truncate_frees_only_the_blocks_past_the_cut():
     pool = BlockPool(6, 4)
     table = BlockTable(pool)
     table.append(14)
@@ -168,7 +168,7 @@ def test_truncate_gives_back_only_the_blocks_past_the_cut():
     assert table.append(2) == [5, 6]
 
 
-def test_a_truncated_fork_may_write_only_after_a_copy():
+def test_copy_on_write_comes_before_a_truncated_fork_writes():
     pool = BlockPool(6, 4)
     parent = BlockTable(pool)
     parent.append(8)
@@ -180,7 +180,7 @@ def test_a_truncated_fork_may_write_only_after_a_copy():
 
 
 @pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 7), (7, 7)])
-def test_slots_outside_the_table_are_refused(start, stop):
+def test_slot_mapping_outside_the_table_is_rejected(start, stop):
     table = BlockTable(BlockPool(4, 4))
     table.append(6)
     with pytest.raises(ValueError, match="the table holds 0 … 6"):
@@ -278,7 +278,7 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_leave_the_pool_sound():
+def test_pool_is_sound_after_a_hundred_thousand_steps():
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(PoolMachine, settings=settings(

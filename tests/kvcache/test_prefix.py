@@ -129,7 +129,7 @@ class Bench:
             assert not head.use_prefix_cache or head.cached_chain == found
 
 
-def test_the_second_of_two_equal_prompts_computes_one_block_less_than_it_could():
+def test_hit_of_an_equal_prompt_leaves_one_block_to_compute():
     """A full hit still computes one token, and so, in whole blocks, the last one."""
     bench = Bench()
     prompt = list(range(12))
@@ -152,7 +152,7 @@ def test_hits_come_in_whole_blocks_and_leave_at_least_one_token(length, cached):
     assert bench.finished["r1"].num_cached_tokens == cached
 
 
-def test_a_block_can_be_found_only_once_it_is_computed():
+def test_hit_only_on_a_block_that_is_computed():
     """Two equal prompts in one step: neither may read what the other is about to write."""
     bench = Bench()
     bench.add(range(12))
@@ -167,7 +167,7 @@ def test_a_block_can_be_found_only_once_it_is_computed():
     assert bench.run().finished["r1"].num_cached_tokens == 8
 
 
-def test_the_text_before_a_block_belongs_to_its_key():
+def test_block_hash_covers_the_text_before_the_block():
     bench = Bench()
     bench.add([1, 1, 1, 1, 7, 7, 7, 7, 0])
     bench.run()
@@ -180,7 +180,7 @@ def test_the_text_before_a_block_belongs_to_its_key():
     ([65] * 4, [321] * 4), ([1] * 4, [65537] * 4), ([0] * 4, [2**31] * 4), ([256] * 4, [1] * 4), ([0] * 4, [1, 0, 0, 0]),
     ([1, 23, 4, 5], [12, 3, 4, 5]), ([1, 0, 0, 0], [0, 1, 0, 0]), ([0, 0, 0, 1], [0, 0, 1, 0]),
 ])
-def test_token_ids_count_in_full_and_in_their_place(a, b):
+def test_block_hash_covers_token_ids_in_full_and_in_their_place(a, b):
     """Case: ids cut to eight bits made 65 and 321 one and the same; ids joined as text, [1, 23] and [12, 3]."""
     bench = Bench()
     bench.add([*a, 0])
@@ -189,13 +189,13 @@ def test_token_ids_count_in_full_and_in_their_place(a, b):
     assert bench.run().finished["r1"].num_cached_tokens == 0
 
 
-def test_a_first_block_has_another_key_than_the_same_block_behind_any_other():
+def test_block_hash_of_a_first_block_differs_from_the_same_block_behind_any_other():
     content = bytes(16)
     keys = {block_key(parent, content) for parent in (b"", bytes(16), block_key(b"", content), b"\xff" * 16)}
     assert len(keys) == 4 and all(len(key) == 16 for key in keys)
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
+def test_hit_on_generated_tokens_by_the_next_turn_of_a_conversation():
     bench = Bench()
     first = bench.add(range(6), output=7)
     bench.run()
@@ -204,7 +204,7 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
     assert bench.finished["r1"].num_cached_tokens == 12
 
 
-def test_salts_keep_tenants_apart_and_opting_out_leaves_nothing_behind():
+def test_cache_salts_keep_tenants_apart_and_opting_out_registers_nothing():
     bench = Bench(num_blocks=64)
     bench.add(range(9), salt="blue")
     bench.run()
@@ -219,7 +219,7 @@ def test_salts_keep_tenants_apart_and_opting_out_leaves_nothing_behind():
     assert len(bench.cache) == 0
 
 
-def test_a_recycled_block_is_not_found_by_what_it_held_before():
+def test_eviction_of_a_recycled_block_ends_its_hits():
     bench = Bench(num_blocks=4)
     bench.add(range(9))
     bench.run()
@@ -229,7 +229,7 @@ def test_a_recycled_block_is_not_found_by_what_it_held_before():
     assert bench.run().finished["r2"].num_cached_tokens == 0
 
 
-def test_the_least_recently_used_go_first_and_tails_before_heads():
+def test_eviction_takes_the_least_recently_used_first_and_tails_before_heads():
     bench = Bench(num_blocks=8)
     bench.add(range(16), name="old")
     bench.run()
@@ -246,7 +246,7 @@ def test_the_least_recently_used_go_first_and_tails_before_heads():
 
 
 @pytest.mark.parametrize("budget", [64, 4])
-def test_what_is_evicted_is_the_end_of_a_text_and_never_its_head(budget):
+def test_eviction_takes_the_end_of_a_text_and_never_its_head(budget):
     """Case: all blocks of a finished request had one age, and now and then its head went first."""
     for i in range(200):
         bench = Bench(num_blocks=3, budget=budget)
@@ -309,7 +309,7 @@ def test_match_of_a_waiting_request_looks_up_each_block_once_however_long_it_wai
     assert bench.run().finished["waits"].num_cached_tokens > 0
 
 
-def test_idle_cached_blocks_count_as_free_and_are_counted_once():
+def test_admission_counts_idle_cached_blocks_as_free_and_once():
     """A pool of 6: the hit of 4 idle blocks leaves 2 free, the prompt needs 2 more. It must be let in, and just so."""
     bench = Bench(num_blocks=6)
     bench.add(range(17))
@@ -320,7 +320,7 @@ def test_idle_cached_blocks_count_as_free_and_are_counted_once():
     assert plan.num_scheduled_tokens == {"r1": 7} and bench.scheduler.kv.pool.num_free == 0
 
 
-def test_a_request_that_comes_back_after_preemption_is_no_hit_and_keeps_what_it_reported():
+def test_hits_of_a_preempted_request_are_not_counted_again():
     bench = Bench(num_blocks=64)
     request = bench.add(range(12), output=8)
     bench.step()
@@ -331,7 +331,7 @@ def test_a_request_that_comes_back_after_preemption_is_no_hit_and_keeps_what_it_
     bench.run()
 
 
-def test_keys_are_the_same_in_every_process():
+def test_block_hashes_are_the_same_in_every_process():
     code = "from labcore.kvcache.prefix import block_key; print(block_key(b'', b'abcd').hex())"
     here = block_key(b"", b"abcd").hex()
     for seed in ("0", "1", "random"):
@@ -339,7 +339,7 @@ def test_keys_are_the_same_in_every_process():
         assert out.stdout.strip() == here
 
 
-def test_a_collision_is_noticed_and_costs_a_hit_at_most():
+def test_hash_collision_is_detected_and_costs_a_hit_at_most():
     bench = Bench(num_blocks=64, key_of=three_bits)
     rng = random.Random(0)
     prompts = [[rng.randrange(50) for _ in range(9)] for _ in range(60)]
@@ -349,7 +349,7 @@ def test_a_collision_is_noticed_and_costs_a_hit_at_most():
     assert len(bench.cache) <= 8
 
 
-def test_equal_tokens_behind_another_text_are_no_hit_even_when_the_hashes_agree():
+def test_hash_collision_of_equal_tokens_behind_another_text_is_no_hit():
     """First blocks A and B whose children hold the same tokens and get the same 3-bit key."""
     child = [7, 7, 7, 7]
     cache = HashedPrefixCache(4, three_bits)
@@ -434,14 +434,14 @@ TestPrefixMachine = PrefixMachine.TestCase
 
 
 @pytest.mark.slow
-def test_thirty_thousand_steps_serve_nothing_foreign():
+def test_prefix_cache_serves_nothing_foreign_in_thirty_thousand_steps():
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(PrefixMachine, settings=settings(
         max_examples=600, stateful_step_count=50, deadline=None, derandomize=True))
 
 
-def test_blocks_that_an_urgent_request_finds_do_not_count_as_coming_free():
+def test_preemption_doesnt_count_blocks_that_the_urgent_request_has_found_as_coming_free():
     """A victim's blocks that the urgent one shares stay taken when the victim goes: counted as free, it goes in vain."""
     bench = Bench(num_blocks=7, policy=PriorityWithAging(1000))
     bench.add([9] * 8 + [1], output=3, priority=1, name="peer")
@@ -452,7 +452,7 @@ def test_blocks_that_an_urgent_request_finds_do_not_count_as_coming_free():
     bench.run()
 
 
-def test_blocks_that_only_victims_share_come_free_when_they_all_go():
+def test_preemption_counts_blocks_that_only_victims_share_as_coming_free():
     """Four continuations share a long prompt. To push all of them out gives every block of theirs back."""
     bench = Bench(num_blocks=12, policy=PriorityWithAging(1000))
     bench.add([0] * 25, output=12, n=4, priority=5, name="low")
@@ -482,7 +482,7 @@ def nested_prompts(num, seed):
 
 @pytest.mark.parametrize("num_blocks", [96, 12])
 @pytest.mark.parametrize("budget", [2048, 24])
-def test_caching_changes_no_token_whatever_the_pool_the_budget_and_the_order(model, num_blocks, budget):
+def test_prefix_caching_changes_no_token_whatever_the_pool_the_budget_and_the_order(model, num_blocks, budget):
     loaded, asked = from_model(model), nested_prompts(24, seed=num_blocks)
     expected = [greedy(model, prompt, 10) for prompt in asked]
     for order_seed in (0, 1):
@@ -535,14 +535,14 @@ def test_logprobs_do_not_depend_on_the_order_in_which_prompts_with_a_common_begi
                 assert ours == pytest.approx(theirs, abs=1e-3)
 
 
-def test_an_empty_cache_of_ones_own_is_plugged_in_and_not_taken_for_none(model):
+def test_prefix_cache_that_is_empty_is_plugged_in_and_not_taken_for_none(model):
     cache = HashedPrefixCache(8)
     llm = LLM(from_model(model), num_blocks=32, block_size=8, prefix_cache=cache)
     llm.generate(list(range(1, 20)), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     assert llm.engine.scheduler.kv.prefix_cache is cache and len(cache) == 2
 
 
-def test_the_next_turn_of_a_chat_finds_the_blocks_that_were_filled_while_it_was_answered(model):
+def test_hit_of_the_next_chat_turn_on_blocks_that_were_filled_while_it_was_answered(model):
     """Prompt of 6, answer of 13: of its 19 tokens the last has no KV yet, so 4 blocks of 4 are found, three of them answer."""
     llm = LLM(from_model(model), num_blocks=32, block_size=4)
     first, news = list(range(1, 7)), [7, 8, 9]

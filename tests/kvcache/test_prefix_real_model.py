@@ -73,7 +73,7 @@ def expected(loaded, prompts):
     [(256, 2048, None), (256, 2048, 1), (12, 40, None), (12, 40, 2)],
     ids=["roomy", "roomy, another order", "small pool, chunks", "small pool, chunks, another order"],
 )
-def test_caching_changes_no_token(loaded, prompts, expected, num_blocks, budget, order_seed):
+def test_prefix_caching_changes_no_token(loaded, prompts, expected, num_blocks, budget, order_seed):
     order = list(range(64)) if order_seed is None else random.Random(order_seed).sample(range(64), 64)
     tokens, stats = serve(
         loaded, prompts, order, num_blocks=num_blocks, max_num_batched_tokens=budget, seed=order_seed or 0

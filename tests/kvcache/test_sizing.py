@@ -43,7 +43,7 @@ def model_on_a_gpu(vocab_size: int = 150_000):
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
-def test_the_pool_of_a_gpu_does_not_hang_on_what_else_lies_there(gpu, share):
+def test_pool_size_of_a_gpu_doesnt_depend_on_what_else_occupies_it(gpu, share):
     """Case: an earlier engine, another process or a compiler's scratch counted as the new engine's own."""
     config = EngineConfig(gpu_memory_utilization=share)
     budgets = []
@@ -53,7 +53,7 @@ def test_the_pool_of_a_gpu_does_not_hang_on_what_else_lies_there(gpu, share):
 
 
 @pytest.mark.parametrize("max_num_seqs, vocab_size, budget", [(128, 150_000, 2048), (64, 49_152, 2048), (512, 256_000, 8192)])
-def test_the_largest_step_fits_beside_weights_and_pool(gpu, max_num_seqs, vocab_size, budget):
+def test_pool_size_leaves_room_for_the_largest_step(gpu, max_num_seqs, vocab_size, budget):
     """Case: the reckoning left the sampler out, and the first large batch of logits ran out of memory."""
     config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     pool = memory_budget(config, model_on_a_gpu(vocab_size))
@@ -62,13 +62,13 @@ def test_the_largest_step_fits_beside_weights_and_pool(gpu, max_num_seqs, vocab_
     assert pool + WEIGHTS + max(logits_softmax_sort, gate_up_and_product) <= 0.9 * 80 * GIB
 
 
-def test_the_share_has_to_hold_weights_and_a_block(gpu):
+def test_pool_size_needs_a_share_that_holds_weights_and_a_block(gpu):
     config = EngineConfig(gpu_memory_utilization=0.2)
     with pytest.raises(ValueError, match="KV pool gets -.* GiB .*: raise .*gpu_memory_utilization"):
         pool_size(config, 2**20, memory_budget(config, model_on_a_gpu()), 2048)
 
 
-def test_a_pool_that_does_not_fit_beside_others_is_refused_with_both_numbers(gpu):
+def test_pool_size_that_doesnt_fit_now_is_rejected_with_both_numbers(gpu):
     """torch's own spare counts as free: it is what the engine of an earlier cell left behind when it went."""
     gpu.used, device = 60 * GIB, torch.device("cuda")
     with pytest.raises(ValueError, match="takes 30.0 GiB, 20.0 are free: lower .*gpu_memory_utilization.*earlier cell"):
@@ -77,7 +77,7 @@ def test_a_pool_that_does_not_fit_beside_others_is_refused_with_both_numbers(gpu
     check_memory(30, GIB, available_memory(device))
 
 
-def test_a_cpu_takes_what_it_is_told_and_no_more_than_all_requests_could_fill():
+def test_pool_size_of_a_cpu_is_what_it_is_told_and_at_most_what_all_requests_could_fill():
     model = tiny("llama")
     layers = from_model(model).layers
     per_block = bytes_per_block(layers, 16, 4)

@@ -327,7 +327,7 @@ def test_beam_forks_take_the_slots_of_beams_dropped_in_the_same_round(caching, w
         from_model(tiny("llama")), num_blocks=128, block_size=4, max_num_seqs=max_num_seqs, enable_prefix_caching=caching
     ).engine
     schedule, planned = engine.scheduler.schedule, []
-    engine.scheduler.schedule = lambda: planned.append(schedule()) or planned[-1]
+    engine.scheduler.schedule = lambda budget: planned.append(schedule(budget)) or planned[-1]
     engine.add_request("beams", prompt(30), BeamSearchParams(beam_width=width, max_tokens=24, ignore_eos=True))
     run(engine)
     assert sum(plan.num_tokens for plan in planned) == computed and len(planned) == 24

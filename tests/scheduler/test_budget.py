@@ -32,7 +32,7 @@ machines = st.builds(Machine, st.floats(0.0, 0.2), st.floats(1e-6, 1e-2))
 
 
 @given(machines, st.floats(1e-3, 2.0))
-def test_it_climbs_to_the_target_on_any_line_and_never_passes_it(machine, target):
+def test_budget_climbs_to_the_target_on_any_line_and_never_passes_it(machine, target):
     budget = AdaptiveBudget(target)
     affordable_at_all = machine.seconds(SMALLEST) <= target
     for _ in range(400):
@@ -48,7 +48,7 @@ def test_it_climbs_to_the_target_on_any_line_and_never_passes_it(machine, target
 
 
 @given(st.floats(0.0, 0.5), st.floats(1e-5, 1e-3), st.floats(0.2, 5.0))
-def test_when_the_costs_change_it_is_near_the_target_again_within_few_steps(fixed_share, per_token, change):
+def test_budget_is_near_the_target_again_within_few_steps_when_costs_change(fixed_share, per_token, change):
     budget = AdaptiveBudget(target=per_token * 400 / (1 - fixed_share))
     machine = Machine(fixed_share * budget.target, per_token)
     for _ in range(60):
@@ -65,7 +65,7 @@ def test_when_the_costs_change_it_is_near_the_target_again_within_few_steps(fixe
     st.integers(1, 64),
     st.floats(0.01, 1.0),
 )
-def test_everybody_has_a_token_and_prompts_their_smallest_whatever_happened(steps, num_running, smallest, target):
+def test_budget_has_a_token_for_each_running_request_and_the_smallest_for_prompts(steps, num_running, smallest, target):
     budget = AdaptiveBudget(target, smallest, LARGEST)
     for num_tokens, seconds in steps:
         budget.observe(num_tokens, seconds)
@@ -74,7 +74,7 @@ def test_everybody_has_a_token_and_prompts_their_smallest_whatever_happened(step
 
 
 @given(st.integers(1, 4096), st.floats(0.0, 1e6))
-def test_one_odd_step_at_most_halves_or_doubles_it(num_tokens, seconds):
+def test_budget_is_at_most_halved_or_doubled_by_one_odd_step(num_tokens, seconds):
     budget = AdaptiveBudget(target=0.1)
     for _ in range(40):
         Machine(0.02, 2e-4).work(budget)
@@ -83,7 +83,7 @@ def test_one_odd_step_at_most_halves_or_doubles_it(num_tokens, seconds):
     assert before // 2 <= budget.found <= before * 2
 
 
-def test_after_one_odd_step_it_is_back_in_three():
+def test_budget_is_back_three_steps_after_an_odd_one():
     budget, machine = AdaptiveBudget(target=0.1), Machine(0.02, 2e-4)
     for _ in range(40):
         machine.work(budget)
@@ -95,13 +95,13 @@ def test_after_one_odd_step_it_is_back_in_three():
     assert budget.found > 0.98 * level
 
 
-def test_steps_that_are_not_full_and_not_too_slow_say_nothing():
+def test_budget_learns_nothing_from_steps_that_are_neither_full_nor_too_slow():
     budget = AdaptiveBudget(target=0.1)
     budget.observe(10, 0.05)
     assert budget.found == SMALLEST
 
 
-def test_a_step_that_is_not_full_and_too_slow_lowers_it():
+def test_budget_is_lowered_by_a_step_that_is_not_full_and_too_slow():
     budget = AdaptiveBudget(target=0.1)
     for _ in range(40):
         Machine(0.02, 2e-4).work(budget)
@@ -110,19 +110,19 @@ def test_a_step_that_is_not_full_and_too_slow_lowers_it():
     assert budget.found < before
 
 
-def test_a_step_that_took_no_time_on_the_clock_is_no_error():
+def test_budget_takes_a_step_of_no_time_on_the_clock():
     budget = AdaptiveBudget(target=0.1)
     budget.observe(SMALLEST, 0.0)
     assert budget.found == 2 * SMALLEST
 
 
 @pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf")])
-def test_a_target_that_is_no_time_is_refused(target):
+def test_budget_target_that_is_no_time_is_rejected(target):
     with pytest.raises(ValueError, match="target is .*; it must be a number of seconds above 0"):
         AdaptiveBudget(target)
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(0, 10), (11, 10), (-1, 10)])
-def test_bounds_that_leave_no_room_are_refused(smallest, largest):
+def test_budget_bounds_that_leave_no_room_are_rejected(smallest, largest):
     with pytest.raises(ValueError, match="smallest is"):
         AdaptiveBudget(1.0, smallest, largest)

@@ -81,7 +81,7 @@ class Bench:
         raise AssertionError(f"still unfinished after {limit} steps: {sorted(self.requests)}")
 
 
-def test_a_request_joins_a_running_batch_and_leaves_it_without_waiting_for_the_others():
+def test_admission_into_a_running_batch_and_finish_without_waiting_for_the_others():
     bench = Bench()
     bench.add("ana", 6, 8)
     assert bench.step().num_scheduled_tokens == {"ana": 6}
@@ -91,7 +91,7 @@ def test_a_request_joins_a_running_batch_and_leaves_it_without_waiting_for_the_o
     assert "bo" in bench.finished and bench.step().num_scheduled_tokens == {"ana": 1}
 
 
-def test_the_youngest_gives_way_when_blocks_run_out_and_comes_back_first():
+def test_preemption_takes_the_youngest_when_blocks_run_out_and_it_comes_back_first():
     bench = Bench(num_blocks=4, block_size=4)
     bench.add("ana", 7, 6)
     bench.add("bo", 7, 4)
@@ -107,7 +107,7 @@ def test_the_youngest_gives_way_when_blocks_run_out_and_comes_back_first():
     assert bo.output_token_ids == [0, 1, 2, 3] and bo.num_preemptions == 1
 
 
-def test_a_step_that_took_blocks_back_admits_nobody():
+def test_preemption_and_admission_never_share_a_step():
     bench = Bench(num_blocks=4, block_size=4)
     bench.add("ana", 8, 6)
     bench.add("bo", 8, 6)
@@ -119,7 +119,7 @@ def test_a_step_that_took_blocks_back_admits_nobody():
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_any_budget_serves_prompts_longer_than_itself_and_is_never_exceeded(budget, chunked):
+def test_chunked_prefill_serves_prompts_longer_than_any_budget_and_never_exceeds_it(budget, chunked):
     bench = Bench(budget=budget, chunked=chunked, num_blocks=32)
     for i in range(5):
         bench.add(f"r{i}", 5 + 4 * i, 3)
@@ -136,7 +136,7 @@ def test_whole_prompts_wait_for_a_step_with_room_for_all_of_them():
     assert bench.step().num_scheduled_tokens == {"ana": 1, "bo": 12}
 
 
-def test_a_whole_prompt_that_decodes_could_block_for_ever_is_cut():
+def test_whole_prompts_that_decodes_could_starve_are_cut():
     bench = Bench(budget=8, chunked=False, max_num_seqs=4)
     bench.add("ana", 2, 20)
     bench.step()
@@ -145,7 +145,7 @@ def test_a_whole_prompt_that_decodes_could_block_for_ever_is_cut():
     assert bench.step().num_scheduled_tokens == {"ana": 1, "bo": 1}
 
 
-def test_decoding_requests_get_their_token_before_any_prompt_does():
+def test_decodes_get_their_token_before_any_prompt_does():
     """A more entitled request in the middle of its prompt leaves a token for each who decodes."""
     bench = Bench(num_blocks=64, budget=8, policy="priority")
     for name in ("ana", "bo", "cy"):
@@ -157,7 +157,7 @@ def test_decoding_requests_get_their_token_before_any_prompt_does():
     assert bench.step().num_scheduled_tokens == {"long": 5, "ana": 1, "bo": 1, "cy": 1}
 
 
-def test_no_more_prompts_are_left_half_done_than_allowed_and_short_ones_overtake_a_long_one():
+def test_chunked_prefill_limits_partial_prefills_and_short_prompts_overtake_a_long_one():
     bench = Bench(num_blocks=128, budget=16)
     bench.scheduler.chunking = ChunkedPrefill(max_partial_prefills=2, long_prefill_threshold=4)
     for name, prompt in (("long", 30), ("other", 30), ("third", 30)):
@@ -173,7 +173,7 @@ def test_no_more_prompts_are_left_half_done_than_allowed_and_short_ones_overtake
 
 
 @pytest.mark.parametrize("prompt", range(1, 14))
-def test_a_pool_that_just_holds_a_request_serves_it_without_a_preemption(prompt):
+def test_preemption_is_not_needed_in_a_pool_that_just_holds_a_request(prompt):
     """Case: whether one more token fits was asked on the wrong side of the block's edge. Its last token needs no KV."""
     bench = Bench(num_blocks=-(-(prompt + 7) // 4), block_size=4, watermark=1)
     request = bench.add("r", prompt, 8)
@@ -195,7 +195,7 @@ def test_requests_of_any_lengths_share_every_step_and_compute_each_token_once():
     assert bench.computed == {"ana": 120 + 59, "bo": 50 + 59, "cy": 51 + 59}
 
 
-def test_equal_requests_are_admitted_in_order_of_arrival():
+def test_admission_of_equal_requests_is_in_order_of_arrival():
     bench = Bench(max_num_seqs=2, num_blocks=64)
     for name in "hgfedcba":
         bench.add(name, 4, 3)
@@ -203,7 +203,7 @@ def test_equal_requests_are_admitted_in_order_of_arrival():
     assert "".join(bench.finished) == "hgfedcba"
 
 
-def test_a_smaller_priority_number_is_admitted_first_and_preempted_last():
+def test_priority_of_a_smaller_number_is_admitted_first_and_preempted_last():
     bench = Bench(num_blocks=4, block_size=4, policy="priority")
     bench.add("later", 7, 6, priority=5)
     bench.step()
@@ -219,7 +219,7 @@ def test_a_smaller_priority_number_is_admitted_first_and_preempted_last():
     bench.run()
 
 
-def test_an_urgent_arrival_takes_the_slot_of_the_least_entitled_and_equals_take_nothing():
+def test_preemption_for_priority_takes_the_slot_of_the_last_in_order_and_never_of_an_equal():
     """Case: all sequence slots are taken, blocks are plenty."""
     bench = Bench(num_blocks=1000, max_num_seqs=2, policy="priority")
     bench.add("one", 4, 50, priority=10)
@@ -235,7 +235,7 @@ def test_an_urgent_arrival_takes_the_slot_of_the_least_entitled_and_equals_take_
     assert preemptions == {"urgent": 0, "one": 0, "two": 1, "equal": 0}
 
 
-def test_an_urgent_arrival_takes_blocks_too_but_only_if_that_lets_it_in():
+def test_preemption_for_priority_takes_blocks_only_if_that_admits_the_urgent_one():
     bench = Bench(num_blocks=8, block_size=4, policy="priority")
     bench.add("ana", 15, 10, priority=1)
     bench.add("bo", 15, 10, priority=5)
@@ -363,7 +363,7 @@ def test_preemption_for_a_slot_never_swings_between_equals():
     aging=st.sampled_from([1, 3, 1000]),
 )
 @settings(max_examples=40)
-def test_with_blocks_to_spare_nobody_steps_back_more_often_than_somebody_more_urgent_arrives(
+def test_preemption_with_blocks_to_spare_is_never_more_frequent_than_urgent_arrivals(
     arrivals, max_num_seqs, aging
 ):
     """An arrival is (priority, steps since the one before). However long somebody has waited: never for an equal."""
@@ -380,7 +380,7 @@ def test_with_blocks_to_spare_nobody_steps_back_more_often_than_somebody_more_ur
 
 
 @pytest.mark.parametrize("aging", [3, 10, 40])
-def test_nobody_starves_under_a_stream_of_urgent_requests(aging):
+def test_aging_prevents_starvation_under_a_stream_of_urgent_requests(aging):
     """The bound: priority 2 is overtaken by priority 0 only if that arrives less than 2 * aging steps later."""
     bench = Bench(num_blocks=64, max_num_seqs=1, policy="priority", aging=aging)
     bench.add("busy", 4, 2, priority=0)
@@ -396,7 +396,7 @@ def test_nobody_starves_under_a_stream_of_urgent_requests(aging):
 
 
 @pytest.mark.parametrize("watermark, expected", [(0, True), (1, False)])
-def test_the_watermark_keeps_a_newcomer_from_being_pushed_out_within_a_block(watermark, expected):
+def test_watermark_keeps_a_newcomer_from_being_preempted_within_a_block(watermark, expected):
     bench = Bench(num_blocks=12, block_size=8, watermark=watermark, max_num_seqs=16)
     thrashed = False
     admitted = {}
@@ -411,7 +411,7 @@ def test_the_watermark_keeps_a_newcomer_from_being_pushed_out_within_a_block(wat
     assert thrashed == expected
 
 
-def test_blocks_that_a_half_computed_prompt_still_needs_are_not_given_away():
+def test_admission_leaves_the_blocks_that_a_half_computed_prompt_still_needs():
     bench = Bench(num_blocks=8, block_size=4, budget=4)
     bench.add("long", 24, 2)
     bench.step()
@@ -420,7 +420,7 @@ def test_blocks_that_a_half_computed_prompt_still_needs_are_not_given_away():
         assert bench.step().preempted == []
 
 
-def test_under_fcfs_priorities_count_for_nothing():
+def test_fcfs_ignores_priorities():
     bench = Bench(max_num_seqs=1)
     bench.add("first", 4, 2, priority=9)
     bench.add("second", 4, 2, priority=0)
@@ -428,7 +428,7 @@ def test_under_fcfs_priorities_count_for_nothing():
     assert list(bench.finished) == ["first", "second"]
 
 
-def test_a_preempted_request_is_admitted_before_all_that_came_after_it():
+def test_admission_of_a_preempted_request_comes_before_all_later_arrivals():
     """Case: new short requests arrive at every step after the preemption; none may overtake."""
     bench = Bench(num_blocks=8, block_size=4)
     bench.add("old", 4, 24)
@@ -448,7 +448,7 @@ def test_a_preempted_request_is_admitted_before_all_that_came_after_it():
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("prompt", [5, 16])
-def test_a_preemption_at_any_boundary_loses_and_repeats_no_token(prompt, length):
+def test_preemption_at_any_boundary_loses_and_repeats_no_token(prompt, length):
     if length <= prompt:
         pytest.skip("the prompt alone is longer")
     bench = Bench(num_blocks=8, block_size=16)
@@ -465,7 +465,7 @@ def test_a_preemption_at_any_boundary_loses_and_repeats_no_token(prompt, length)
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted", "mid-prefill"])
-def test_a_request_can_be_taken_out_in_any_state(state):
+def test_finish_takes_a_request_out_in_any_state(state):
     bench = Bench(num_blocks=4, block_size=4, budget=4 if state == "mid-prefill" else 64)
     bench.add("ana", 8 if state != "mid-prefill" else 3, 6)
     bench.add("bo", 7, 6)
@@ -696,14 +696,14 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_keep_every_invariant():
+def test_scheduler_keeps_every_invariant_for_a_hundred_thousand_steps():
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(SchedulerMachine, settings=settings(
         max_examples=1000, stateful_step_count=100, deadline=None, derandomize=True))
 
 
-def test_a_budget_below_the_number_of_those_who_decode_serves_the_most_entitled_first():
+def test_budget_below_the_number_of_decodes_serves_the_first_in_order():
     """It went to the last in line, for whom it had been kept; and if that one found no block, to nobody at all."""
     bench = Bench(num_blocks=3, budget=8, chunked=False)
     bench.add("first", 4, 8)

@@ -117,7 +117,7 @@ def check_nothing_lost(replay, log):
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole prompts", "chunks"])
 @pytest.mark.parametrize("name", TRACES)
-def test_a_real_log_is_served_in_order_of_arrival_and_nothing_is_lost(name, chunked):
+def test_trace_is_served_in_order_of_arrival_and_nothing_is_lost(name, chunked):
     log = read(name, 150)
     blocks = max(1_800, 2 + max(-(-(r.prompt_tokens + r.output_tokens) // BLOCK_SIZE) for r in log))
     replay = Replay(log, num_blocks=blocks, policy=FirstComeFirstServed(), chunked=chunked)
@@ -129,7 +129,7 @@ def test_a_real_log_is_served_in_order_of_arrival_and_nothing_is_lost(name, chun
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [FirstComeFirstServed(), PriorityWithAging(1000)], ids=["fcfs", "priority"])
 @pytest.mark.parametrize("name", TRACES)
-def test_thousands_of_real_requests_keep_every_invariant_under_memory_pressure(name, policy, record_property):
+def test_trace_of_thousands_of_requests_keeps_every_invariant_under_memory_pressure(name, policy, record_property):
     """Figures are noted as test properties: seen with `pytest --junit-xml`, or with -s."""
     log = read(name, 2_000 if name != "mooncake" else 600)
     blocks = max(2_500, 2 + max(-(-(r.prompt_tokens + r.output_tokens) // BLOCK_SIZE) for r in log))

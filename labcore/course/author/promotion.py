@@ -258,7 +258,7 @@ def _gaps(part: str, notebook: str, promoted: dict[str, Promoted], package: Path
 
 
 def _is_member(name: str, defined: dict[str, Definition]) -> bool:
-    """True for "kvcache.blocks.BlockPool.share" in a cell that opens BlockPool: the last but one word is a class of the cell."""
+    """True for "kvcache.blocks.BlockPool.share" in a cell that opens BlockPool: the last word but one is its class."""
     owner = name.split(".")[-2] if "." in name else ""
     return isinstance(defined.get(owner), ast.ClassDef)
 

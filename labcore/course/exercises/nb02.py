@@ -156,7 +156,7 @@ def check_copy_on_write(BlockTable: Any) -> None:
     expect_nothing_to_copy(bo, "a table that shares nothing")
     child = fork_of(bo)
     copy = child.copy_on_write()
-    asked = "a fork of 6 tokens in the shared blocks 4 and 0 asked for a writable tail, block 2 being the next free"
+    asked = "a fork of 6 tokens in the shared blocks 4 and 0 asked for copy_on_write(), block 2 being the next free"
     expect(isinstance(copy, tuple), f"{asked}, and got {show(copy)}", "the pair (src, dst)")
     expect_equal(copy, (0, 2), asked)
     said = "block 2 took the place of the shared block 0 in a fork's table"
@@ -174,7 +174,7 @@ def check_copy_on_write(BlockTable: Any) -> None:
     bo.append(6)
     child = fork_of(bo)
     before = state(pool, child)
-    asked = "a fork asked for a writable tail with no block free"
+    asked = "a fork asked for copy_on_write() with no block free"
     expect_refused("OutOfBlocks", child.copy_on_write, asked, hint=3)
     expect_same(before, pool, f"{asked}; it was refused", child, hint=3)
 
@@ -315,8 +315,8 @@ def expect_nothing_to_copy(table: Any, who: str) -> None:
     """Go on if copy_on_write() gives None and takes no block."""
     free = table.pool.num_free
     copy = table.copy_on_write()
-    expect(copy is None, f"{who} asked for a writable tail, and got {show(copy)}", "None: nothing to copy", hint=1)
-    expect_equal(table.pool.num_free, free, f"{who} asked for a writable tail: num_free now", hint=1)
+    expect(copy is None, f"{who} asked for copy_on_write(), and got {show(copy)}", "None: nothing to copy", hint=1)
+    expect_equal(table.pool.num_free, free, f"{who} asked for copy_on_write(): num_free now", hint=1)
 
 
 EXERCISES = (

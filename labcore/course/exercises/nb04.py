@@ -382,15 +382,15 @@ EXERCISES = (
         minutes=15,
         difficulty=2,
         spec="`_schedule_waiting(plan, budget, keep_watermark)` admits from the head of `self.waiting` while somebody "
-        "waits, a seat is free and budget is left. It stops at the first request that finds no room or may "
-        "compute no token: nobody overtakes. Whoever is admitted joins, with its tokens reserved, and makes the "
-        "budget smaller.",
+        "waits, a seat is free and budget is left. It stops at the first request that doesn't fit (`_can_admit`) or may "
+        "compute no token: nobody overtakes. Each one admitted has its tokens reserved, and makes the budget "
+        "smaller.",
         check=check_admission,
         passed="lets people in, in order, as far as seats, budget and blocks go, and leaves the others in the queue",
         hints=(
             "Four questions, in this order: does anybody wait? Is there a seat? Is there budget? Does the first "
-            "one find room? And every admission changes the answers.",
-            "`peek` looks, `pop` takes: take only whom you let in. Then it joins, and its tokens are reserved. "
+            "one fit? And every admission changes the answers.",
+            "`peek` looks, `pop` takes: take only whom you let in. Then it is admitted, and its tokens are reserved. "
             "And hand `keep_watermark` on to `_can_admit`, who knows about the watermark.",
             "If the first in line can't come in, stop there. Those behind it may be smaller, and still have to wait.",
         ),
@@ -424,7 +424,7 @@ EXERCISES = (
         spec="`_victims(urgent, missing)` returns the running requests that have to go so that urgent gets a "
         "seat and `missing` more blocks: the least entitled first, no more than needed, nobody whom it doesn't "
         "outrank, wherever they stand. [] if nobody has to go, None if that wouldn't do. A block comes free with the "
-        "last of its owners (`pool.refcount`). Nothing is changed.",
+        "last of its owners (`kv.pool.refcount`). Nothing is changed.",
         check=check_victims,
         passed="names as few as it takes, from the end of the list, and nobody at all if it would be in vain",
         hints=(

@@ -58,7 +58,7 @@ def branch(beams: Sequence[BlockTable], parents: Sequence[int]) -> tuple[list[Bl
 
 
 class MendedLazyPrefixCache(LazyPrefixCache):
-    """`LazyPrefixCache` as notebook 05 mends it: what a block held is forgotten the moment it is handed out."""
+    """`LazyPrefixCache` as notebook 05 mends it: a block is evicted the moment it is handed out."""
 
     def evict(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -95,9 +95,9 @@ def hash_pair(parent: Any, block: Any) -> bytes:
 def check_match(HashedPrefixCache: Any) -> None:
     expect_attributes(HashedPrefixCache, "match", "cache_full_blocks", "evict")
     library = Library(HashedPrefixCache(4))
-    expect_found(library, "the sea is calm", [], "nothing has been published yet", hint=1)
+    expect_found(library, "the sea is calm", [], "nothing has been registered yet", hint=1)
     (the, sea, is_c) = library.put("the sea is calm")
-    known = f"“the sea is calm” is published, its full blocks being {the}, {sea} and {is_c}"
+    known = f"“the sea is calm” is registered, its full blocks being {the}, {sea} and {is_c}"
     expect_found(library, "the sea is calm", [the, sea, is_c], known, hint=1)
     expect_found(library, "the sea is wild", [the, sea], known, hint=1)
     expect_found(
@@ -131,7 +131,7 @@ def check_look_up_goes_on(HashedPrefixCache: Any) -> None:
     """The same request is looked up again, after a block was handed out, and after it computed some of its own."""
     library = Library(HashedPrefixCache(4))
     the, sea, is_c = library.put("the sea is calm")
-    known = f"“the sea is calm” is published in blocks {the}, {sea} and {is_c}, and “the sea is calm.” was looked up"
+    known = f"“the sea is calm” is registered in blocks {the}, {sea} and {is_c}, and “the sea is calm.” was looked up"
     request = asked("the sea is calm.")
     library.cache.match(request)
     library.cache.evict([sea])
@@ -144,7 +144,7 @@ def check_look_up_goes_on(HashedPrefixCache: Any) -> None:
     the, sea, _ = library.put("the sea is calm")
     request = asked("the sea is wild")
     blocks = library.compute(request)
-    said = f"“the sea is wild” found blocks {the} and {sea}, and computed and published {blocks[2]}; it was looked up again"
+    said = f"“the sea is wild” found blocks {the} and {sea}, and computed and registered {blocks[2]}; it was looked up again"
     expect_equal(library.cache.match(request), blocks, said, hint=3)
 
 
@@ -154,7 +154,7 @@ def check_collisions(HashedPrefixCache: Any) -> None:
 
     library = Library(HashedPrefixCache(4, one_key))
     library.put("blue!")
-    said = "a hash gives every block the same key, and “blue” is published"
+    said = "a hash gives every block the same key, and “blue” is registered"
     expect_found(library, "red!!", [], f"{said}; that block holds other tokens", hint=3)
 
     def content_only(parent: bytes, content: bytes) -> bytes:
@@ -322,11 +322,11 @@ class Library:
         self.pool = BlockPool(32, cache.block_size)
 
     def put(self, text: str) -> list[int]:
-        """A request for this text comes, is computed and published; its full blocks are returned."""
+        """A request for this text comes, is computed and registered; its full blocks are returned."""
         return self.compute(asked(text))
 
     def compute(self, request: Request) -> list[int]:
-        """It finds what is there, computes the rest and publishes it; its full blocks are returned."""
+        """It finds what is there, computes the rest and registers it; its full blocks are returned."""
         found = list(self.cache.match(request))
         request.table = BlockTable(self.pool)
         request.table.attach_prefix(found)
@@ -443,15 +443,15 @@ EXERCISES = (
         minutes=15,
         difficulty=3,
         spec="A block is found only if it holds, at that moment, KV that was computed for the very text that asks. "
-        "What was published, and not handed out since, is found.",
+        "What was registered, and not handed out since, is found.",
         check=check_recycled,
         passed="16 random logs in small pools: nothing foreign is read, and what is there is found",
         hints=(
             "Follow one block: who holds it, what `holds` says of it, what is in it. At which moments do the last two "
             "differ?",
-            "`holds` is right again as soon as the new owner publishes. What if its text ends before the block is "
+            "`holds` is right again as soon as the new owner's block is registered. What if its text ends before the block is "
             "full?",
-            "And what if the new owner's text was published from another block already? The scheduler tells the cache "
+            "And what if the new owner's text was registered from another block already? The manager tells the cache "
             "of every block that it hands out, at the moment when it does: listen.",
         ),
         reference="course.exercises.nb05.MendedLazyPrefixCache",

@@ -12,7 +12,7 @@ from labcore.request import Request
 class LazyPrefixCache(PrefixCache):
     """A prefix cache with as little to do as possible, and a defect that real engines have had.
 
-    where   key → the block that was published under it
+    where   key → the block that was registered under it
     holds   block → the key of what is in it
     """
 
@@ -37,7 +37,7 @@ class LazyPrefixCache(PrefixCache):
                 self.where[key], self.holds[block] = block, key
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Nothing to do: whoever gets a block writes its own key over the old one when it publishes."""
+        """Nothing to do: whoever gets a block writes its own key over the old one in time."""
 
     def keys(self, request: Request, num_blocks: int) -> list[bytes]:
         """The chained keys of the request's first blocks."""

@@ -440,8 +440,8 @@ WRONG = {
     ],
     "02.copy_on_write": [
         (KeepsTheOldReference, "the refcount of block 0 now. expected 1, got 2"),
-        (CopiesWhatItOwnsAlone, "a table that shares nothing asked for a writable tail, and got (0, 2)"),
-        (CopiesFullBlocks, "a fork of 8 tokens, whose last block is full, asked for a writable tail, and got (0, 2)"),
+        (CopiesWhatItOwnsAlone, "a table that shares nothing asked for copy_on_write(), and got (0, 2)"),
+        (CopiesFullBlocks, "a fork of 8 tokens, whose last block is full, asked for copy_on_write(), and got (0, 2)"),
         (TellsItBackwards, "expected (0, 2), got (2, 0)"),
         (GivesBackBeforeItTakes, "it was refused, and changed the refcounts"),
         (StaysWhereItIs, "the fork's blocks now. expected [4, 2], got [4, 0]"),

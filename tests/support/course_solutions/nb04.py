@@ -82,7 +82,7 @@ class AdmitsByBreaking(Scheduler):
             if len(self.waiting) == 0 or len(self.running) >= self.max_num_seqs or budget <= 0:
                 break
             request = self.waiting.peek()
-            found = self.prefix_cache.match(request)
+            found = self.kv.match(request)
             n = self._first_chunk(request, found, budget) if self._can_admit(request, found, keep_watermark) else 0
             if not n:
                 break
