@@ -5,7 +5,7 @@ Only this module allocates for requests, so that every allocation evicts:
 
     match     waiting request → the blocks of its cached prefix
     attach    admit it with that prefix                            refcount + 1
-    reserve   slots for its next tokens                            copy-on-write, allocate, evict
+    fits, reserve   slots for its next tokens                      copy-on-write, allocate, evict
     commit    the KV of those tokens is written                    full blocks are registered in the prefix cache
     share     a fork begins with all blocks of its parent          refcount + 1, no copy
     free      finished or preempted                                refcount - 1; a block stays findable until it is evicted
@@ -64,10 +64,17 @@ class KVCacheManager:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_cached_tokens
 
+    def fits(self, request: Request, n: int) -> bool:
+        """Whether the pool has enough free blocks to `reserve` the request's next `n` tokens."""
+        pool = self.pool
+        if n // pool.block_size + 2 <= pool.num_free:  # n tokens and a copy-on-write never take more
+            return True
+        return request.table.blocks_needed(n) <= pool.num_free
+
     def reserve(self, request: Request, n: int) -> tuple[int, int] | None:
         """Make room for the request's next `n` tokens. Returns the block copy (src, dst) that must come before the write.
 
-        Raises OutOfBlocks if the pool has too few free blocks; `BlockTable.blocks_needed` says how many it takes.
+        Raises OutOfBlocks if the pool has too few free blocks, see `fits`.
         """
         table = request.table
         copy = table.copy_on_write()

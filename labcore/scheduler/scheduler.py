@@ -139,9 +139,9 @@ class Scheduler:
     def commit(self, request: Request, num_tokens: int) -> None:
         """The step is done: `num_tokens` more tokens of the request have their KV. A complete prompt is shared."""
         self.kv.commit(request, num_tokens)
-        family = self.pending_siblings.get(request.request_id)
-        if family and request.num_uncomputed_tokens == 0:
-            for sibling in list(family.values()):
+        siblings = self.pending_siblings.get(request.request_id)
+        if siblings and request.num_uncomputed_tokens == 0:
+            for sibling in list(siblings.values()):
                 self.share_prompt(sibling, request)
 
     def share_prompt(self, sibling: Request, owner: Request) -> None:
@@ -237,7 +237,7 @@ class Scheduler:
             decoding -= decodes
             room = budget if decodes else max(0, budget - decoding)
             n = self.chunking.num_tokens(request, room, self._budget)
-            if request.table.blocks_needed(n) > self.kv.pool.num_free:
+            if not self.kv.fits(request, n):
                 stays = self._make_room(i, n, plan)
                 decoding = self._num_decoding(self.running[i + stays :], plan)
                 if not stays:
@@ -259,7 +259,7 @@ class Scheduler:
         lacking = request.table.blocks_needed(n) - self.kv.pool.num_free
         if lacking > sum(len(other.table.blocks) for other in self.running[i + 1 :]):
             self._preempt(request, plan)
-        while request.status is RequestStatus.RUNNING and request.table.blocks_needed(n) > self.kv.pool.num_free:
+        while request.status is RequestStatus.RUNNING and not self.kv.fits(request, n):
             self._preempt(self.running[-1], plan)
         return request.status is RequestStatus.RUNNING
 
@@ -335,8 +335,9 @@ class Scheduler:
         if copy is not None:
             plan.block_copies.append(copy)
         plan.num_scheduled_tokens[request.request_id] = n
-        if request.request_id in self.pending_siblings and n == request.num_uncomputed_tokens:
-            plan.siblings[request.request_id] = list(self.pending_siblings[request.request_id])
+        siblings = self.pending_siblings.get(request.request_id)
+        if siblings and n == request.num_uncomputed_tokens:
+            plan.siblings[request.request_id] = list(siblings)
 
     def _preempt(self, request: Request, plan: SchedulerOutput) -> None:
         """Send a running request back to its place in the waiting queue. It keeps its tokens."""
