@@ -70,13 +70,16 @@ A text cell, whose first line is `Exercise.headline(number)` word for word, and 
             ### END SOLUTION
 
     check("02.copy_on_write", BlockTable)
-    BlockTable = or_reference("02.copy_on_write", BlockTable)       # yours once it passes, ours until then
+    BlockTable = or_reference("02.copy_on_write", BlockTable)       # yours; until it passes, this one method is borrowed
 
-`or_reference` lets an unfinished notebook run to its end: it returns its argument if the check passes, and otherwise
-labcore's own (`Exercise.reference`). It changes neither. Leave it out where no later cell needs the object. What it
-falls back to makes objects of labcore's classes, not of the notebook's: below it, compare numbers and lists, no
-classes. `check` and `or_reference` may stand in the same cell or in the one below; in a cell of its own, nbgrader can
-lock the check.
+`or_reference` lets an unfinished notebook run to its end: it returns its argument if the check passes. Otherwise it
+returns a subclass of the learner's class that borrows only the exercise's methods (`Exercise.methods`): the learner's
+own as they last passed, which the progress file remembers, or else the reference's. If that doesn't pass the check,
+and for a function, it is labcore's own (`Exercise.reference`). Once the learner's methods pass, what was borrowed is
+taken out of the classes, without a restart. A check never praises what is borrowed. Leave `or_reference` out where no
+later cell needs the object. The reference makes objects of labcore's classes, not of the notebook's: below it,
+compare numbers and lists, no classes. `check` and `or_reference` may stand in the same cell or in the one below; in a
+cell of its own, nbgrader can lock the check.
 
 In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
 NotImplementedError("your turn: 02.copy_on_write")` in a function, and `name = ...` for each name that they define

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from labcore.course.author.notebooks import KERNELSPEC, calls, clean, code_cells, notebook_text, parse_cell, read_notebook
 from labcore.course.author.promotion import collect, definitions
+from labcore.course.author.student_edition import BEGIN
 from labcore.course.curriculum import Lesson, lesson, notebook_files
 from labcore.course.learner.claims import load_claims
-from labcore.course.learner.exercise import Exercise, notebook_exercises
+from labcore.course.learner.exercise import Exercise, find_exercise, notebook_exercises
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -251,6 +252,25 @@ def exercises_are_complete(n: Written) -> list[str]:
     return broken
 
 
+def exercise_methods_are_those_to_be_written(n: Written) -> list[str]:
+    """`Exercise.methods` names the methods with a solution in them: those that are borrowed until the learner's pass."""
+    written: set[str] = set()
+    broken = []
+    for _, cell in n.code():
+        tree = parse_cell(cell.source) or ast.Module([], [])
+        lines = [number for number, line in enumerate(cell.source.splitlines(), 1) if line.strip() == BEGIN]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+                written |= {m.name for m in methods if any(m.lineno <= line <= m.end_lineno for line in lines)}
+        for call in calls(tree, "check"):
+            exercise = find_exercise(call.args[0].value)
+            if exercise is not None and set(exercise.methods) != written:
+                broken.append(f"{exercise.id}: methods are {exercise.methods}, the learner writes {sorted(written)}")
+            written = set()
+    return broken
+
+
 def defines_nothing_of_earlier_notebooks(n: Written) -> list[str]:
     promoted, _ = collect(n.path.parent)
     earlier = {name.rpartition(".")[2]: symbol for name, symbol in promoted.items() if symbol.notebook < n.number}
@@ -329,6 +349,7 @@ RULES: tuple[Callable[[Written], list[str]], ...] = (
     recap_asks_three_questions,
     first_check_comes_early,
     exercises_are_complete,
+    exercise_methods_are_those_to_be_written,
     defines_nothing_of_earlier_notebooks,
     patches_nothing,
     leaves_private_names_alone,

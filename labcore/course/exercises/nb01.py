@@ -170,6 +170,7 @@ EXERCISES = (
             "Only holes that touch become one: compare stop with start, and keep the list in order, first fit relies on it.",
         ),
         reference="baseline.naive.RegionAllocator",
+        methods=("free",),
     ),
     BugHunt(
         id="01.neighbour",
@@ -186,6 +187,7 @@ EXERCISES = (
             "A region of 4 takes a fourth token, and refuses a fifth before any of it is written.",
         ),
         reference="baseline.naive.ContiguousCache",
+        methods=("extend",),
         planted="course.exercises.nb01_planted.CarelessCache",
         seen_in="gittensor-ai-lab/sparkinfer#110",
     ),

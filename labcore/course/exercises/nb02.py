@@ -336,6 +336,7 @@ EXERCISES = (
             "the sentinel itself. With n = 0 that changes nothing.",
         ),
         reference="kvcache.blocks.BlockPool",
+        methods=("allocate",),
     ),
     Exercise(
         id="02.free",
@@ -354,6 +355,7 @@ EXERCISES = (
             "and undo it. In Python, -2 is a valid index: ask for the range.",
         ),
         reference="kvcache.blocks.BlockPool",
+        methods=("free",),
     ),
     Exercise(
         id="02.append",
@@ -372,6 +374,7 @@ EXERCISES = (
             "Ask the pool once, for all missing blocks, before you touch anything of the table's own.",
         ),
         reference="kvcache.blocks.BlockTable",
+        methods=("append",),
     ),
     Exercise(
         id="02.copy_on_write",
@@ -391,6 +394,7 @@ EXERCISES = (
             "Take first, give back afterwards: if taking fails, nothing has happened yet.",
         ),
         reference="kvcache.blocks.BlockTable",
+        methods=("copy_on_write",),
     ),
     Exercise(
         id="02.audit",
@@ -424,6 +428,7 @@ EXERCISES = (
             "A beam that feeds n others needs n owners and has one; a beam that feeds none has one too many.",
         ),
         reference="course.exercises.nb02.MendedBeams",
+        methods=("advance",),
         planted="course.exercises.nb02_planted.Beams",
         seen_in="vllm-project/vllm#1584",
     ),

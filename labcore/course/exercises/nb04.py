@@ -375,6 +375,7 @@ EXERCISES = (
             "has to be asked for one again.",
         ),
         reference="scheduler.waiting_queue.WaitingQueue",
+        methods=("peek", "pop"),
     ),
     Exercise(
         id="04.admission",
@@ -395,6 +396,7 @@ EXERCISES = (
             "If the first in line can't come in, stop there. Those behind it may be smaller, and still have to wait.",
         ),
         reference="scheduler.scheduler.Scheduler",
+        methods=("_schedule_waiting",),
     ),
     Exercise(
         id="04.aging",
@@ -415,6 +417,7 @@ EXERCISES = (
             "its seat, the key alone would let equals swing.",
         ),
         reference="scheduler.policy.PriorityWithAging",
+        methods=("sort_key", "can_preempt"),
     ),
     Exercise(
         id="04.victims",
@@ -436,6 +439,7 @@ EXERCISES = (
             "they have owners.",
         ),
         reference="scheduler.scheduler.Scheduler",
+        methods=("_victims",),
     ),
     BugHunt(
         id="04.saved_list",
@@ -455,6 +459,7 @@ EXERCISES = (
             "with everybody who still runs.",
         ),
         reference="course.exercises.nb04.MendedScheduler",
+        methods=("_schedule_running",),
         planted="course.exercises.nb04_planted.CopyingScheduler",
         seen_in="HabanaAI/vllm-fork#2247",
     ),

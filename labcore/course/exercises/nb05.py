@@ -393,6 +393,7 @@ EXERCISES = (
             "in cached_chain, which the request will add to, and return a copy.",
         ),
         reference="kvcache.prefix.HashedPrefixCache",
+        methods=("_find", "match"),
     ),
     Exercise(
         id="05.eviction",
@@ -455,6 +456,7 @@ EXERCISES = (
             "of every block that it hands out, at the moment when it does: listen.",
         ),
         reference="course.exercises.nb05.MendedLazyPrefixCache",
+        methods=("evict",),
         planted="course.exercises.nb05_planted.LazyPrefixCache",
         seen_in="GeeeekExplorer/nano-vllm#163",
     ),

@@ -294,6 +294,7 @@ EXERCISES = (
             "Otherwise look at the count, and raise it only if n is more than 0.",
         ),
         reference="scheduler.chunking.ChunkedPrefill",
+        methods=("num_tokens",),
     ),
     Exercise(
         id="06.last_chunk",
@@ -335,6 +336,7 @@ EXERCISES = (
             "target, 400 were certainly too many.",
         ),
         reference="scheduler.budget.AdaptiveBudget",
+        methods=("observe",),
     ),
     BugHunt(
         id="06.stream",
@@ -357,6 +359,7 @@ EXERCISES = (
             "got already?",
         ),
         reference="course.exercises.nb06.MendedStream",
+        methods=("after_step",),
         planted="course.exercises.nb06_planted.EagerStream",
         seen_in="deepjavalibrary/djl-serving#2299",
     ),

@@ -30,7 +30,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from labcore.course import exercises as specs
@@ -62,7 +62,8 @@ class Exercise:
     check:       function of the learner's object; returns when all is well, calls `expect` to object.
     passed:      what a passing object has been seen to do; the check's one line of praise.
     hints:       from a nudge to nearly the answer, two at least. No line of the solution stands in one.
-    reference:   our own object, as a path inside labcore ("kvcache.blocks.BlockPool"); what `or_reference` goes on with.
+    reference:   our own object, as a path inside labcore ("kvcache.blocks.BlockPool"); `or_reference` borrows from it.
+    methods:     the methods that the learner writes, if the object is a class; these are borrowed until theirs pass.
     """
 
     id: str
@@ -74,6 +75,7 @@ class Exercise:
     passed: str
     hints: tuple[str, ...]
     reference: str
+    methods: tuple[str, ...] = field(default=(), kw_only=True)
 
     kind = "build"
 

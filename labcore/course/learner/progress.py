@@ -1,6 +1,8 @@
 """The learner's progress: one small file in their folder, `.labcore_progress.json`, and the table made from it.
 
-    {"format": 1, "exercises": {"02.allocate": "done", "02.free": "not yet"}}
+    {"format": 1, "exercises": {"02.allocate": "done", "02.free": "not yet"}, "kept": {"02.allocate": {"allocate": "def …"}}}
+
+kept: the learner's source that passed last, by exercise and function; the notebook goes on with it if a later version fails.
 
 Written atomically after each check, merged with what other kernels have saved. An unreadable file (torn, or of another
 version) is renamed and a new one is begun: no check fails because of it, and nothing is lost.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from labcore.course.curriculum import lesson, next_lesson
@@ -27,20 +29,24 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """The last verdict of each exercise, and the file that stores it (None: memory only)."""
+    """The last verdict of each exercise, what passed last, and the file that stores both (None: memory only)."""
 
     path: Path | None
     states: dict[str, str] = field(default_factory=dict)
     note: str = ""  # one sentence for the learner about a file problem
     unsaved: dict[str, str] = field(default_factory=dict)  # verdicts not saved yet; also in `states`
     unreadable: bool = False  # the file exists, but its content is not in `states`
+    kept: dict[str, dict[str, str]] = field(default_factory=dict)  # exercise → function → source that passed last
+    kept_here: dict[str, dict[str, str]] = field(default_factory=dict)  # those of this kernel; also in `kept`
 
     def is_done(self, exercise_id: str) -> bool:
         return self.states.get(exercise_id) == "done"
 
-    def record(self, exercise_id: str, done: bool) -> None:
-        """Store one verdict and save. An unwritable folder only results in a note."""
+    def record(self, exercise_id: str, done: bool, sources: dict[str, str] | None = None) -> None:
+        """Store one verdict, and the sources that passed, and save. An unwritable folder only results in a note."""
         self.states[exercise_id] = self.unsaved[exercise_id] = "done" if done else "not yet"
+        if sources:
+            self.kept[exercise_id] = self.kept_here[exercise_id] = sources
         if self.path is None:
             return
         try:
@@ -51,14 +57,14 @@ class Progress:
     def _save(self, path: Path) -> None:
         """Merge the unsaved verdicts into the current file, which another kernel may have changed."""
         with folder_lock(path.parent):
-            now = load_progress(path, self.unsaved)
-            self.states, self.note = now.states, now.note
+            now = load_progress(path, self.unsaved, self.kept_here)
+            self.states, self.note, self.kept = now.states, now.note, now.kept
             if now.unreadable and path.is_file():
                 aside = free_name(path)
                 path.rename(aside)
                 self.note = f"{path.name} could not be read: it is now {aside.name}, and progress starts afresh."
-            content = json.dumps({"format": FORMAT, "exercises": self.states}, indent=1, sort_keys=True) + "\n"
-            write_atomically(path, content)
+            content = {"format": FORMAT, "exercises": self.states, "kept": self.kept}
+            write_atomically(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
         self.unsaved.clear()
 
 
@@ -70,25 +76,31 @@ def progress_path(folder: Path | None = None) -> Path | None:
     return Path(os.path.expanduser(setting)) if setting else (folder or Path.cwd()) / NAME
 
 
-def load_progress(path: Path | None, unsaved: dict[str, str] | None = None) -> Progress:
-    """Read the file; `unsaved` verdicts of this kernel come on top. A missing file is an empty start.
+def load_progress(
+    path: Path | None, unsaved: dict[str, str] | None = None, kept_here: dict[str, dict[str, str]] | None = None
+) -> Progress:
+    """Read the file; `unsaved` verdicts and sources of this kernel come on top. A missing file is an empty start.
 
     So is one that can't be read: it stays where it is until there is a verdict to save; `note` says so.
     """
-    unsaved = {} if unsaved is None else unsaved
+    unsaved, kept_here = {} if unsaved is None else unsaved, {} if kept_here is None else kept_here
+    afresh = Progress(path, dict(unsaved), unsaved=unsaved, kept=dict(kept_here), kept_here=kept_here)
     if path is None:
-        return Progress(path, dict(unsaved), unsaved=unsaved)
+        return afresh
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         states = content["exercises"]
         if content["format"] != FORMAT or not all(state in ("done", "not yet") for state in states.values()):
             raise ValueError
-        return Progress(path, {**states, **unsaved}, unsaved=unsaved)
+        kept = content.get("kept", {})
+        if not all(isinstance(source, str) for sources in kept.values() for source in sources.values()):
+            raise ValueError
+        return replace(afresh, states={**states, **unsaved}, kept={**kept, **kept_here})
     except (FileNotFoundError, NotADirectoryError):
-        return Progress(path, dict(unsaved), unsaved=unsaved)
+        return afresh
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         note = f"{path.name} can't be read: the next check sets it aside, and progress starts afresh."
-        return Progress(path, dict(unsaved), note, unsaved, unreadable=True)
+        return replace(afresh, note=note, unreadable=True)
 
 
 def free_name(path: Path) -> Path:

@@ -10,7 +10,8 @@ the same in every run, so that nbval can compare them:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,17 @@ from labcore.course.learner.exercise import (
 )
 from labcore.course.learner.locate_error import locate_error
 from labcore.course.learner.progress import Progress, load_progress, progress_path, progress_table
+from labcore.course.learner.stand_in import (
+    borrowed_methods,
+    definer,
+    function_from,
+    methods_from,
+    namespace_of,
+    reference_methods,
+    return_borrowed,
+    sources_of,
+    stand_in,
+)
 from labcore.course.learner.text import sentence, shorten, wrapped
 from labcore.course.learner.timeout import run_with_timeout, same_random_state
 
@@ -73,6 +85,25 @@ def judge(exercise: Exercise, obj: Any, timeout: float = TIMEOUT_SECONDS) -> Ver
     return Verdict(exercise.id, False, what.rstrip(), hint=1)
 
 
+def borrowed_verdict(exercise: Exercise, obj: Any) -> Verdict | None:
+    """A verdict of "not yet" for what was borrowed after a failed check, or is labcore's own; None for the learner's."""
+    borrowed = [name for name in exercise.methods if name in borrowed_methods(obj)]
+    if borrowed:
+        names = " and ".join(borrowed)
+        return Verdict(exercise.id, False, f"{names} is borrowed here, until yours passes", "your own, from the cell above", 1)
+    if is_labcores(exercise, obj):
+        return Verdict(exercise.id, False, "this is labcore's own", "yours, from the cell above", 1)
+    return None
+
+
+def is_labcores(exercise: Exercise, obj: Any) -> bool:
+    """Whether what the exercise asks for is labcore's reference, or inherited from a class of labcore's."""
+    if isinstance(obj, type) and exercise.methods:
+        definers = [definer(obj, name) for name in exercise.methods]
+        return all(each is not None and each.__module__.startswith("labcore.") for each in definers)
+    return callable(obj) and obj is resolve(exercise.reference)
+
+
 @dataclass
 class CheckSession:
     """State of the checks in one kernel. `tell` receives the text (print by default)."""
@@ -82,6 +113,7 @@ class CheckSession:
     last: tuple[str, Any, Verdict | None] = ("", None, None)  # what was checked last: id, object, verdict
     hints_given: dict[str, int] = field(default_factory=dict)
     unsaved: dict[str, str] = field(default_factory=dict)  # progress that no file holds
+    kept: dict[str, dict[str, str]] = field(default_factory=dict)  # sources that passed in this kernel
 
     def check(self, exercise_id: str, obj: Any) -> None:
         """Say in one or two lines whether `obj` does what exercise `exercise_id` asks. Never raises.
@@ -91,26 +123,51 @@ class CheckSession:
         exercise = self._find(exercise_id)
         if exercise is None:
             return
-        verdict = judge(exercise, obj, self.timeout)
+        verdict = borrowed_verdict(exercise, obj) or judge(exercise, obj, self.timeout)
         self.last = (exercise_id, obj, verdict)
         progress = self._progress()
-        progress.record(exercise_id, verdict.done)
+        progress.record(exercise_id, verdict.done, sources_of(obj, exercise.methods) if verdict.done else None)
+        if verdict.done:
+            return_borrowed(obj)
         if not verdict.done and os.environ.get("LABCORE_CHECK") == "raise":
             raise AssertionError(str(verdict))
         self.tell("\n".join(text for text in (str(verdict), progress.note) if text))
 
     def or_reference(self, exercise_id: str, obj: Any) -> Any:
-        """`obj` if its check passes, otherwise labcore's reference, so that later cells work either way."""
+        """`obj` if its check passes; otherwise what the notebook can go on with, so that later cells work either way.
+
+        That is the learner's own class with only the exercise's methods borrowed; or their function as it last passed; or,
+        if these don't pass the check, labcore's reference.
+        """
         exercise = self._find(exercise_id)
         if exercise is None:
             return obj
         last_id, last_obj, verdict = self.last
         if verdict is None or last_id != exercise_id or last_obj is not obj:
-            verdict = judge(exercise, obj, self.timeout)
-        if verdict.done:
+            verdict = borrowed_verdict(exercise, obj) or judge(exercise, obj, self.timeout)
+        if verdict.done or borrowed_verdict(exercise, obj):
             return obj
+        for substitute, said in self._substitutes(exercise, obj):
+            if judge(exercise, substitute, self.timeout).done:
+                self.tell(wrapped(exercise_id, f"not done yet: the notebook goes on with {said}."))
+                return substitute
         self.tell(f"{exercise_id}   not done yet: the notebook goes on with labcore.{exercise.reference}.")
         return resolve(exercise.reference)
+
+    def _substitutes(self, exercise: Exercise, obj: Any) -> Iterator[tuple[Any, str]]:
+        """What may stand in for `obj`, and how it is said: the learner's last passing version first."""
+        kept, is_class = self._progress().kept.get(exercise.id, {}), isinstance(obj, type) and bool(exercise.methods)
+        names = " and ".join(exercise.methods)
+        if kept:
+            with suppress(Exception):  # a source of another version of the notebook
+                if is_class:
+                    yield stand_in(obj, methods_from(kept, obj, namespace_of(obj))), f"your {names} as it last passed"
+                elif len(kept) == 1:
+                    ((name, source),) = kept.items()
+                    yield function_from(source, name, namespace_of(obj)), f"your {name} as it last passed"
+        if is_class:
+            borrowed = reference_methods(resolve(exercise.reference), exercise.methods)
+            yield stand_in(obj, borrowed), f"your {obj.__name__}, and borrows labcore's {names}"
 
     def hint(self, which: str | int | None = None, level: int | None = None) -> None:
         """The next hint for an exercise: `hint("02.allocate")`; or for the one checked last: `hint()`, `hint(2)`."""
@@ -123,10 +180,15 @@ class CheckSession:
         exercise = self._find(exercise_id)
         if exercise is None:
             return
-        level = level or self.hints_given.get(exercise.id, 0) + 1
+        level = level or max(self.hints_given.get(exercise.id, 0) + 1, self._named_hint(exercise))
         level = max(1, min(level, len(exercise.hints)))
         self.hints_given[exercise.id] = level
         self.tell(wrapped(exercise.id, f"hint {level} of {len(exercise.hints)} — {exercise.hints[level - 1]}"))
+
+    def _named_hint(self, exercise: Exercise) -> int:
+        """The hint that the last verdict named, if it was this exercise's."""
+        last_id, _, verdict = self.last
+        return verdict.hint if verdict is not None and last_id == exercise.id else 0
 
     def progress(self, notebook: str | int | None = None) -> None:
         """Which exercises are done, in one notebook ("02") or in all, how many minutes are left, what comes next."""
@@ -137,7 +199,7 @@ class CheckSession:
             self.tell(f"progress can't be shown ({type(error).__name__}: {error}).")
 
     def _progress(self) -> Progress:
-        return load_progress(progress_path(), self.unsaved)
+        return load_progress(progress_path(), self.unsaved, self.kept)
 
     def _find(self, exercise_id: str) -> Exercise | None:
         try:

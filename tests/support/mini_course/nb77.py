@@ -44,6 +44,7 @@ EXERCISES = (
         passed="takes n blocks, all or nothing",
         hints=("Where do free blocks wait?", "Count them before you take the first."),
         reference="kvcache.blocks.BlockPool",
+        methods=("allocate",),
     ),
     Exercise(
         "77.total",
