@@ -17,13 +17,17 @@ from labcore.engine.build import build_engine
 from labcore.engine.engine import Params
 from labcore.engine.signals import interruptible
 from labcore.engine.validation import check_text
-from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.blocks import BlockPool, BlockTable
+from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import PrefixCache
 from labcore.models import LoadedModel, load
 from labcore.models.probe import first_line
 from labcore.outputs import RequestOutput
+from labcore.sampling.beam_search import BeamSearch
 from labcore.sampling_params import BeamSearchParams, SamplingParams
+from labcore.scheduler.budget import AdaptiveBudget
 from labcore.scheduler.chunking import ChunkPolicy
+from labcore.scheduler.policy import Policy
 from labcore.scheduler.preemption import Preemption
 from labcore.scheduler.scheduler import Scheduler
 
@@ -36,7 +40,7 @@ class LLM:
     model               "smollm2-135m", a local folder, a Hugging Face id, or a `LoadedModel`
     attention_backend   "auto", "torch", "triton", or an `AttentionBackend`; on a CPU the Triton
                         kernels are interpreted: correct, and very slow
-    block_pool, scheduler, prefix_cache, preemption, chunking
+    block_pool, block_table, prefix_cache, kv_cache_manager, scheduler, preemption, chunking, policy, budget, beam_search
                         a pluggable part, as a class or an instance, in place of labcore's; see `labcore.engine.build`
     settings            fields of `EngineConfig`
 
@@ -52,10 +56,15 @@ class LLM:
         *,
         attention_backend: str | AttentionBackend | type[AttentionBackend] = "auto",
         block_pool: BlockPool | type[BlockPool] | None = None,
+        block_table: type[BlockTable] | None = None,
+        kv_cache_manager: type[KVCacheManager] | None = None,
         scheduler: type[Scheduler] | None = None,
         prefix_cache: PrefixCache | type[PrefixCache] | None = None,
         preemption: Preemption | type[Preemption] | None = None,
         chunking: ChunkPolicy | type[ChunkPolicy] | None = None,
+        policy: Policy | type[Policy] | None = None,
+        budget: AdaptiveBudget | type[AdaptiveBudget] | None = None,
+        beam_search: type[BeamSearch] | None = None,
         **settings: Any,
     ) -> None:
         name = attention_backend if isinstance(attention_backend, str) else "custom"
@@ -69,10 +78,15 @@ class LLM:
             loaded,
             backend=select_backend(attention_backend, loaded.model.device),
             block_pool=block_pool,
+            block_table=block_table,
+            kv_cache_manager=kv_cache_manager,
             scheduler=scheduler,
             prefix_cache=prefix_cache,
             preemption=preemption,
             chunking=chunking,
+            policy=policy,
+            budget=budget,
+            beam_search=beam_search,
         )
         self.tokenizer = loaded.tokenizer
         self._ids = count()

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from labcore.course.author.notebooks import RUN_LIMIT_SECONDS, CellInterrupted, RunStopped, execute, read_notebook
+from labcore.course.author.notebooks import (
+    RUN_LIMIT_SECONDS,
+    CellInterrupted,
+    RunStopped,
+    calls,
+    execute,
+    parse_cell,
+    read_notebook,
+)
 from labcore.course.learner.exercise import notebook_exercises, notebooks_with_exercises
+from labcore.course.learner.exercises_only import exercises_only
 from labcore.course.learner.progress import NAME, Progress, load_progress, progress_path, progress_table, what_comes_next
 from labcore.course.learner.text import shorten
 from labcore.course.project import project_folder
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 MAX_CELL_SECONDS = 86_400
 
@@ -29,6 +44,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=float,
         metavar="SECONDS",
         help=f"how long one cell of the notebook may run (default: {RUN_LIMIT_SECONDS})",
+    )
+    parser.add_argument(
+        "--exercises-only",
+        action="store_true",
+        help="run the notebook's definitions and checks alone: seconds instead of minutes",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
@@ -51,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table. Exit status 1 if a notebook was run and one of its exercises isn't done, 130 after Ctrl-C."""
     if arguments.notebook and arguments.notebook.endswith(".ipynb"):
         return run_notebook_file(arguments)
-    if arguments.cell_timeout is not None:
-        raise ValueError("--cell-timeout is for a notebook file to run: labcore check 02_….ipynb --cell-timeout 60.")
+    for option, value in (("--cell-timeout", arguments.cell_timeout), ("--exercises-only", arguments.exercises_only or None)):
+        if value is not None:
+            raise ValueError(f"{option} is for a notebook file to run: labcore check 02_….ipynb {option}.")
     numbers = known = notebooks_with_exercises()
     if arguments.notebook is not None:
         numbers = [arguments.notebook.zfill(2)]
@@ -73,24 +94,42 @@ def run_notebook_file(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{path.name} is not one of the course's notebooks; their names begin with a number, 02_….ipynb."
         )
-    progress, stop = run_and_judge(path, limit)
-    show(progress, [number], arguments, stop)
+    verdicts: list[str] = []
+
+    def tell(verdict: str) -> None:
+        verdicts.append(verdict)
+        if not arguments.json:
+            print(verdict, flush=True)
+
+    progress, stop = run_and_judge(path, limit, tell, arguments.exercises_only)
+    show(progress, [number], arguments, stop, verdicts)
     if stop is not None:
         return 130 if stop.interrupted else 1
     return 0 if all(progress.is_done(e.id) for e in notebook_exercises(number)) else 1
 
 
-def run_and_judge(path: Path, limit: float) -> tuple[Progress, Stop | None]:
+def run_and_judge(
+    path: Path, limit: float, tell: Callable[[str], None] = lambda _: None, only_exercises: bool = False
+) -> tuple[Progress, Stop | None]:
     """Execute a copy of the notebook in a fresh kernel in its folder: what its checks said, and where it broke off.
 
-    limit   seconds that one cell may take
+    limit            seconds that one cell may take
+    tell             called with each verdict as soon as it is there
+    only_exercises   run definitions and checks alone
     The file isn't touched. Exercises that a broken run didn't come to are "not run".
     """
     notebook, stop = read_notebook(path), None
+    notebook = exercises_only(notebook) if only_exercises else notebook
+
+    def on_cell(cell: NotebookNode) -> None:
+        if cell.cell_type == "code" and any(calls(parse_cell(cell.source) or ast.Module([], []), "check")):
+            for text in [output.text.strip() for output in cell.outputs if output.output_type == "stream"]:
+                tell(text)
+
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / NAME
         try:
-            execute(notebook, path.absolute().parent, allow_errors=True, limit=limit, progress=str(record))
+            execute(notebook, path.absolute().parent, allow_errors=True, limit=limit, progress=str(record), on_cell=on_cell)
         except RunStopped as error:
             stop = Stop(error.number, first_line(notebook.cells[error.number - 1].source), error.reason)
         except CellInterrupted as error:
@@ -107,10 +146,16 @@ def first_line(source: str) -> str:
     return shorten(next((line for line in source.splitlines() if line.strip()), ""), 60)
 
 
-def show(progress: Progress, numbers: list[str], arguments: argparse.Namespace, stop: Stop | None = None) -> None:
+def show(
+    progress: Progress,
+    numbers: list[str],
+    arguments: argparse.Namespace,
+    stop: Stop | None = None,
+    verdicts: Sequence[str] = (),
+) -> None:
     """Print the table, or the same as JSON, and what ended a run before its end."""
     if arguments.json:
-        print(json.dumps(as_data(progress, numbers, stop), indent=1))
+        print(json.dumps({**as_data(progress, numbers, stop), "verdicts": list(verdicts)}, indent=1))
     else:
         print(progress_table(progress, numbers[0] if arguments.notebook else None))
         if stop is not None:

@@ -39,11 +39,16 @@ class BeamGroup(RequestGroup):
 
     @classmethod
     def create(
-        cls, request_id: str, params: BeamSearchParams, new_request: Callable[[str, int], Request], loaded: LoadedModel
+        cls,
+        request_id: str,
+        params: BeamSearchParams,
+        new_request: Callable[[str, int], Request],
+        loaded: LoadedModel,
+        beam_search: type[BeamSearch] = BeamSearch,
     ) -> BeamGroup:
         """A search that begins with one beam. new_request: makes the sequence of an id and a number."""
         root = new_request(request_id, 0)
-        return cls(request_id, root, BeamSearch(params, loaded.eos_token_ids, root.max_tokens), loaded.decoder)
+        return cls(request_id, root, beam_search(params, loaded.eos_token_ids, root.max_tokens), loaded.decoder)
 
     def __init__(self, request_id: str, root: Request, search: BeamSearch, decoder: TokenDecoder | None) -> None:
         self.request_id = request_id

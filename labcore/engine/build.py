@@ -12,13 +12,14 @@ from labcore.attention.torch_backend import TorchAttention
 from labcore.config import EngineConfig
 from labcore.engine.engine import Engine
 from labcore.engine.model_runner import ModelRunner
-from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.kvcache.manager import KVCacheManager
 from labcore.kvcache.prefix import HashedPrefixCache, NoPrefixCache, PrefixCache
 from labcore.kvcache.sizing import available_memory, bytes_per_block, check_memory, memory_budget, pool_size
 from labcore.kvcache.tensors import KVCache
 from labcore.models import LoadedModel
 from labcore.recorder import Recorder
+from labcore.sampling.beam_search import BeamSearch
 from labcore.scheduler.budget import AdaptiveBudget
 from labcore.scheduler.chunking import ChunkedPrefill, ChunkPolicy, WholePrompts
 from labcore.scheduler.policy import FirstComeFirstServed, Policy, PriorityWithAging
@@ -34,45 +35,68 @@ def build_engine(
     *,
     backend: AttentionBackend,
     block_pool: BlockPool | type[BlockPool] | None = None,
+    block_table: type[BlockTable] | None = None,
+    kv_cache_manager: type[KVCacheManager] | None = None,
     scheduler: type[Scheduler] | None = None,
     prefix_cache: PrefixCache | type[PrefixCache] | None = None,
     preemption: Preemption | type[Preemption] | None = None,
     chunking: ChunkPolicy | type[ChunkPolicy] | None = None,
+    policy: Policy | type[Policy] | None = None,
+    budget: AdaptiveBudget | type[AdaptiveBudget] | None = None,
+    beam_search: type[BeamSearch] | None = None,
 ) -> Engine:
     """Build an engine. A pluggable part is a class, which is called here, or an instance, which is used as it is.
 
-    A BlockPool class is called with (num_blocks, block_size), a PrefixCache class with (block_size), a Scheduler class with
-    a KVCacheManager and the keywords of labcore's, the others without arguments.
+    A BlockPool class is called with (num_blocks, block_size), a PrefixCache class with (block_size), a KVCacheManager class
+    with both and the class of the tables, a Scheduler class with the manager and the keywords of labcore's, a Policy class
+    as the one that `scheduling_policy` names, an AdaptiveBudget class with (seconds, largest=tokens), the others without
+    arguments. BlockTable and BeamSearch classes are called for each request, as labcore's. A budget needs
+    max_num_batched_tokens="auto".
     Raises ValueError for a part that lacks a method, and for settings that the model, the device or the memory can't meet.
     """
     reject_unimplemented(config)
     for name, part, base in (
         ("block_pool", block_pool, BlockPool),
+        ("block_table", block_table, BlockTable),
+        ("kv_cache_manager", kv_cache_manager, KVCacheManager),
         ("scheduler", scheduler, Scheduler),
         ("prefix_cache", prefix_cache, PrefixCache),
         ("preemption", preemption, Preemption),
         ("chunking", chunking, ChunkPolicy),
+        ("policy", policy, Policy),
+        ("budget", budget, AdaptiveBudget),
+        ("beam_search", beam_search, BeamSearch),
     ):
         check_part(name, part, base)
+    if budget is not None and config.max_num_batched_tokens != "auto":
+        raise ValueError(f'budget is given; max_num_batched_tokens must be "auto" then, it is {config.max_num_batched_tokens}.')
     backend.validate(loaded.layers, loaded.model.dtype, loaded.model.device)
     config, pool = resolve_pool(config, loaded, block_pool)
     tensors = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
     cache = instantiate(or_default(prefix_cache, default_prefix_cache(config)), pool.block_size)
-    policy = build_policy(config)
+    order = build_policy(config, policy)
     planner = or_default(scheduler, Scheduler)(
-        KVCacheManager(pool, cache),
+        or_default(kv_cache_manager, KVCacheManager)(pool, cache, or_default(block_table, BlockTable)),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_step_tokens,
         chunking=instantiate(or_default(chunking, default_chunking(config))),
         preemption=instantiate(or_default(preemption, Recompute)),
-        policy=policy,
+        policy=order,
     )
-    recorder = build_recorder(config, loaded, pool, cache, policy) if config.record else None
+    recorder = build_recorder(config, loaded, pool, cache, order) if config.record else None
     runner = ModelRunner(loaded, tensors, backend)
     if config.cuda_graphs:
         check_graphs(backend, runner.device)
         runner.use_graphs(config.max_num_seqs, config.max_model_len)
-    return Engine(config, loaded, planner, runner, recorder, default_budget(config))
+    return Engine(
+        config,
+        loaded,
+        planner,
+        runner,
+        recorder,
+        build_budget(config, budget),
+        beam_search=or_default(beam_search, BeamSearch),
+    )
 
 
 def resolve_pool(
@@ -127,11 +151,11 @@ def check_graphs(backend: AttentionBackend, device: torch.device) -> None:
         )
 
 
-def build_policy(config: EngineConfig) -> Policy:
-    """The scheduling policy of that name."""
+def build_policy(config: EngineConfig, policy: Policy | type[Policy] | None) -> Policy:
+    """The scheduling policy of that name, or the given one; a class is called as the one of that name."""
     if config.scheduling_policy == "priority":
-        return PriorityWithAging(config.priority_aging_steps)
-    return FirstComeFirstServed()
+        return instantiate(or_default(policy, PriorityWithAging), config.priority_aging_steps)
+    return instantiate(or_default(policy, FirstComeFirstServed))
 
 
 def default_prefix_cache(config: EngineConfig) -> type[PrefixCache]:
@@ -144,11 +168,12 @@ def default_chunking(config: EngineConfig) -> ChunkPolicy:
     return WholePrompts(config.max_num_seqs)
 
 
-def default_budget(config: EngineConfig) -> AdaptiveBudget | None:
+def build_budget(config: EngineConfig, budget: AdaptiveBudget | type[AdaptiveBudget] | None) -> AdaptiveBudget | None:
     """The adaptive token budget of max_num_batched_tokens="auto"; None if it is a number."""
     if config.max_num_batched_tokens != "auto":
         return None
-    return AdaptiveBudget(config.tbt_target_ms / 1000, largest=config.max_step_tokens)
+    kind = or_default(budget, AdaptiveBudget)
+    return kind(config.tbt_target_ms / 1000, largest=config.max_step_tokens) if isinstance(kind, type) else kind
 
 
 def build_recorder(

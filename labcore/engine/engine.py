@@ -32,11 +32,12 @@ from labcore.engine.recovery import Recovery
 from labcore.engine.request_group import GroupUpdate, RequestGroup
 from labcore.engine.signals import defer_sigint, interruptible
 from labcore.engine.validation import RequestValidator
-from labcore.kvcache.blocks import BlockPool
+from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.models import LoadedModel
 from labcore.outputs import RequestOutput
 from labcore.recorder import NullRecorder, Recorder
 from labcore.request import Request, RequestStatus
+from labcore.sampling.beam_search import BeamSearch
 from labcore.sampling.sampler import SampledToken, Sampler, SamplingError, check_finite, draw_sound_rows
 from labcore.sampling_params import BeamSearchParams, SamplingParams
 from labcore.scheduler.budget import AdaptiveBudget
@@ -60,6 +61,7 @@ class Engine:
     recorder    keeps the flight record; None: a NullRecorder, which keeps nothing
     budget      adapts the token budget to the duration of earlier steps; None: max_num_batched_tokens
     clock       seconds, for metrics and the budget. No token depends on it
+    beam_search class of the searches
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         recorder: Recorder | None = None,
         budget: AdaptiveBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
+        beam_search: type[BeamSearch] = BeamSearch,
     ) -> None:
         self.config = config
         self.loaded = loaded
@@ -81,6 +84,7 @@ class Engine:
         self.sampler = Sampler(loaded.eos_token_ids)
         self.validator = RequestValidator(config, loaded, scheduler.kv.pool)
         self._clock = clock
+        self._new_group = {False: CompletionGroup.create, True: partial(BeamGroup.create, beam_search=beam_search)}
         self._arrivals = 0
         self._steps = 0
         self._empty_steps = 0
@@ -139,8 +143,7 @@ class Engine:
                     use_prefix_cache=use_prefix_cache,
                 )
 
-            kind = BeamGroup if params.is_search else CompletionGroup
-            group = kind.create(request_id, params, new_request, self.loaded)
+            group = self._new_group[params.is_search](request_id, params, new_request, self.loaded)
             owner, *siblings = group.requests
             self._enqueue(group, group.requests, partial(self.scheduler.add, owner, siblings))
             self._active.groups[request_id] = group
@@ -286,7 +289,9 @@ class Engine:
         scheduler = self.scheduler
         return {
             "block_pool": self.pool,
+            "block_table": None if scheduler.kv.block_table is BlockTable else scheduler.kv.block_table,
             "prefix_cache": scheduler.kv.prefix_cache,
+            "kv_cache_manager": scheduler.kv,
             "preemption": scheduler.preemption,
             "chunking": scheduler.chunking,
             "policy": scheduler.policy,

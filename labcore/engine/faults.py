@@ -36,7 +36,9 @@ class Faults:
         """Add a note that names the part at fault to the error. Python 3.10 has no notes."""
         name = self.part_at_fault(error)
         if name is not None and hasattr(error, "add_note"):
-            error.add_note(f"raised by the engine's {name}, {type(self._parts()[name]).__name__}")
+            part = self._parts()[name]
+            kind = part if isinstance(part, type) else type(part)
+            error.add_note(f"raised by the engine's {name}, {kind.__name__}")
 
     def describe(self, error: BaseException) -> str:
         """The error in one line, with the part."""
@@ -50,6 +52,6 @@ class Faults:
         for frame, _ in reversed(list(walk_tb(error.__traceback__))):
             owner = frame.f_locals.get("self")
             for name, part in parts.items():
-                if part is not None and owner is part:
+                if part is not None and (owner is part or (isinstance(part, type) and isinstance(owner, part))):
                     return name
         return None

@@ -28,18 +28,20 @@ class KVCacheManager:
 
     pool           hands out blocks. Ask it what you like; change it through the manager only
     prefix_cache   finds blocks whose KV was computed before; a NoPrefixCache finds none
+    block_table    class of the requests' tables, called with the pool
     prefix_cache_queries, prefix_cache_hits   prompt tokens of admitted requests, and those found in the cache
     """
 
-    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, block_table: type[BlockTable] = BlockTable) -> None:
         self.pool = pool
         self.prefix_cache = prefix_cache
+        self.block_table = block_table
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
     def open_table(self, request: Request) -> None:
         """Give the request an empty block table."""
-        request.table = BlockTable(self.pool)
+        request.table = self.block_table(self.pool)
         request.num_computed_tokens = 0
 
     def match(self, request: Request) -> list[int]:

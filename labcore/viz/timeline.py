@@ -53,16 +53,16 @@ def timeline(
         "annotations": [],
         "margin": {"l": 10, "t": 74 if any(titles) else 48},
     }
-    width = 1 / max(1, len(runs))
     cut = 18 if len(runs) < 2 else 12
     longest = max((len(short(name, cut)) for rows in names for name in rows), default=0)
     few = float(stop - start).is_integer() and stop - start <= MOST_STEPS_NAMED
     ticks = {"dtick": 1} if few else {"nticks": MOST_STEPS_NAMED}  # whole steps only
     gap = 0.03 + 0.009 * longest  # room for the names of every run but the first
+    width = (1 - gap * (len(runs) - 1)) / max(1, len(runs))  # equal, or one scale would look like two
     for k, (run, rows) in enumerate(zip(spans, names, strict=True)):
         suffix = "" if k == 0 else str(k + 1)
         traces += _bars(run, rows, suffix, {span.state for other in spans for span in other}, first=k == 0)
-        domain = [k * width + (gap if k else 0), (k + 1) * width]
+        domain = [k * (width + gap), k * (width + gap) + width]
         layout[f"xaxis{suffix}"] = axis(
             "step", domain=domain, range=[start, stop], anchor=f"y{suffix}", ticks="outside", ticklen=3, **ticks
         )

@@ -7,9 +7,12 @@ import torch
 
 from labcore.attention.torch_backend import TorchAttention
 from labcore.course.learner import engine_diff
-from labcore.course.learner.engine_diff import compare, find_seam, swap_test
-from labcore.kvcache.blocks import BlockPool
+from labcore.course.learner.engine_diff import compare, find_seam, find_seams, swap_test
+from labcore.course.learner.stand_in import stand_in
+from labcore.course.learner.whose_code import labcores_methods, learners_methods
+from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.models import from_model
+from labcore.scheduler.policy import PriorityWithAging
 from labcore.scheduler.scheduler import Scheduler
 
 
@@ -44,14 +47,21 @@ class OtherOrder(BlockPool):
             if self._owners[block] == 0:
                 self._stack.append(block)
 
+    def share(self, blocks):
+        for block in blocks:
+            self._owners[block] += 1
+
+    def incref(self, blocks):
+        for block in blocks:
+            if self._owners[block] == 0:
+                self._stack.remove(block)
+            self._owners[block] += 1
+
     def refcount(self, block):
         return self._owners[block]
 
     def is_writable(self, block):
         return self._owners[block] == 1
-
-    def incref(self, blocks):
-        assert not blocks
 
     def free_blocks(self):
         return iter(self._stack)
@@ -60,6 +70,11 @@ class OtherOrder(BlockPool):
 class LosesOneOfFour(BlockPool):
     def free(self, blocks):
         super().free(blocks[:3])
+
+
+class LosesOneOfTen(BlockPool):
+    def free(self, blocks):
+        super().free(blocks[:9])
 
 
 class GivesTheSameTwice(BlockPool):
@@ -84,11 +99,14 @@ class NeverEnds(BlockPool):
             pass
 
 
-class OneAtATime(Scheduler):
+class TwoAtATime(Scheduler):
     """Plans otherwise, and loses nothing by it but time."""
 
-    def __init__(self, pool, **settings):
-        super().__init__(pool, **settings | {"max_num_seqs": 1})
+    def __init__(self, kv, **settings):
+        super().__init__(kv, **settings | {"max_num_seqs": 2})
+
+    def schedule(self, budget=None):
+        return super().schedule(budget)
 
 
 class ForgetsToWeigh(TorchAttention):
@@ -97,22 +115,23 @@ class ForgetsToWeigh(TorchAttention):
 
 
 def test_our_own_part_is_the_same_as_ours_and_the_pool_runs_dry_on_the_way(loaded):
-    verdict = compare("block_pool", BlockPool, loaded)
+    verdict = compare({"block_pool": BlockPool}, loaded)
     assert verdict.same
-    assert "8 prompts, 128 tokens, all identical; free blocks and table lengths agree throughout" in verdict.what
+    assert "15 texts, 208 tokens, all identical; free blocks and table lengths agree throughout" in verdict.what
     preemptions = int(verdict.what.split(" preemptions")[0].split()[-1])
     assert preemptions > 0
 
 
 def test_which_blocks_a_pool_hands_out_is_its_own_business(loaded):
-    assert compare("block_pool", OtherOrder, loaded).same
+    assert compare({"block_pool": OtherOrder}, loaded).same
 
 
 @pytest.mark.parametrize(
     ("seam", "part", "words"),
     [
-        ("block_pool", LosesOneOfFour, "they part at step"),
-        ("block_pool", LosesOneOfFour, "Then the engine's invariants are violated: block"),
+        ("block_pool", LosesOneOfFour, "all well for 6 steps, then the engine's invariants are violated: block 0: 1 tables"),
+        ("block_pool", LosesOneOfTen, "they part at step"),
+        ("block_pool", LosesOneOfTen, "Then the engine's invariants are violated: block"),
         ("block_pool", GivesTheSameTwice, "the engine's invariants are violated: block 0: "),
         (
             "block_pool",
@@ -126,48 +145,106 @@ def test_which_blocks_a_pool_hands_out_is_its_own_business(loaded):
     ],
 )
 def test_a_part_that_differs_is_told_where_and_how(loaded, seam, part, words):
-    verdict = compare(seam, part, loaded, timeout=1 if part is NeverEnds else 60)
+    verdict = compare({seam: part}, loaded, timeout=1 if part is NeverEnds else 60)
     assert not verdict.same
     assert words in verdict.what
 
 
 def test_a_scheduler_may_plan_otherwise_as_long_as_nobody_says_anything_else(loaded):
-    verdict = compare("scheduler", OneAtATime, loaded)
+    verdict = compare({"scheduler": TwoAtATime}, loaded)
     assert verdict.same
-    assert "128 tokens, all identical; it plans otherwise" in verdict.what
+    assert "208 tokens, all identical; it plans otherwise" in verdict.what
 
 
 def test_the_seam_is_found_by_what_the_part_is_or_by_its_name():
     unrelated = type("Scheduler", (), {})
     renamed = type("MyScheduler", (unrelated,), {})
-    assert find_seam(OtherOrder, {})[0] == "block_pool"
-    assert find_seam(OtherOrder(4, 4), {})[0] == "block_pool"
-    assert find_seam(OneAtATime, {})[0] == "scheduler"
-    assert find_seam(renamed, {})[0] == "scheduler"
-    assert find_seam(TorchAttention, {})[0] == "attention_backend"
-    assert find_seam(None, {"chunking": 3}) == ("chunking", 3)
+    assert find_seam(OtherOrder) == "block_pool"
+    assert find_seam(OtherOrder(4, 4)) == "block_pool"
+    assert find_seam(TwoAtATime) == "scheduler"
+    assert find_seam(renamed) == "scheduler"
+    assert find_seam(TorchAttention) == "attention_backend"
+    assert find_seam(BlockTable) == "block_table" and find_seam(PriorityWithAging) == "policy"
+    assert find_seams((OtherOrder, BlockTable), {"chunking": 3}) == {
+        "block_pool": OtherOrder, "block_table": BlockTable, "chunking": 3
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("part", "parts", "words"),
     [
-        (None, {}, "give one part"),
-        (BlockPool, {"scheduler": Scheduler}, "give one part"),
-        (None, {"block_pool": BlockPool, "scheduler": Scheduler}, "give one part"),
-        (None, {"pool": BlockPool}, "there is no seam 'pool'; there are block_pool, scheduler"),
-        (int, {}, "int could be any part: say which, swap_test(block_pool=int)."),
+        ((), {}, "give a part"),
+        ((OtherOrder,), {"block_pool": OtherOrder}, "two parts are given for block_pool"),
+        ((BlockPool,), {}, "nothing of yours is in BlockPool: it is labcore's own."),
+        ((OtherOrder, Scheduler), {}, "nothing of yours is in Scheduler: it is labcore's own."),
+        ((), {"pool": BlockPool}, "there is no seam 'pool'; there are block_pool, block_table, kv_cache_manager, scheduler"),
+        ((int,), {}, "int could be any part: say which, swap_test(block_pool=int)."),
     ],
 )
 def test_swap_test_says_in_one_line_what_it_cannot_run(capsys, part, parts, words):
-    swap_test(part, **parts)
+    swap_test(*part, **parts)
     assert words in capsys.readouterr().out
 
 
 def test_the_verdict_is_printed_and_fits_the_page(loaded, capsys):
     swap_test(LosesOneOfFour, model=loaded)
     said = capsys.readouterr().out
-    assert said.startswith("swap_test block_pool=LosesOneOfFour   not the same — they part at step")
+    assert said.startswith("swap_test block_pool=LosesOneOfFour   not the same — all well for 6 steps, then")
     assert max(map(len, said.splitlines())) <= 120
+
+
+class WrittenByALearner(BlockTable):
+    def append(self, n):
+        return super().append(n)
+
+    def never_asked_for(self):
+        return 1
+
+
+def test_swap_test_tells_which_of_the_learners_methods_ran_and_what_is_labcores(loaded):
+    verdict = compare({"block_pool": OtherOrder, "block_table": WrittenByALearner}, loaded)
+    assert verdict.same and "OtherOrder.allocate " in verdict.whose and "OtherOrder.share " in verdict.whose
+    said, idle, labcores = (part.partition(": ") for part in verdict.whose.split(" · "))
+    assert said[0] == "calls of yours" and "WrittenByALearner.append " in said[2]
+    assert idle[2] == "WrittenByALearner.never_asked_for"
+    assert "WrittenByALearner.fork" in labcores[2] and "append" not in labcores[2]
+
+
+def test_swap_test_counts_calls_as_they_are(loaded):
+    counts = []
+
+    class Counts(BlockTable):
+        def copy_on_write(self):
+            counts.append(1)
+            return super().copy_on_write()
+
+    verdict = compare({"block_table": Counts}, loaded)
+    assert f"calls of yours: copy_on_write {len(counts)} " in verdict.whose
+
+
+def test_swap_test_reaches_aging_and_victims_of_a_scheduler_and_its_policy(loaded):
+    class MyPolicy(PriorityWithAging):
+        def sort_key(self, request):
+            return super().sort_key(request)
+
+        def can_preempt(self, waiting, running):
+            return super().can_preempt(waiting, running)
+
+    class MyScheduler(Scheduler):
+        def _victims(self, urgent, missing):
+            return super()._victims(urgent, missing)
+
+        def _schedule_waiting(self, plan, budget, keep_watermark=True):
+            super()._schedule_waiting(plan, budget, keep_watermark)
+
+    verdict = compare({"scheduler": MyScheduler, "policy": MyPolicy}, loaded)
+    assert verdict.same and "never called" not in verdict.whose, verdict.whose
+
+
+def test_borrowed_methods_are_not_counted_as_the_learners():
+    mine = type("Mine", (BlockTable,), {"append": lambda self, n: BlockTable.append(self, n), "__module__": "notebook"})
+    patched = stand_in(mine, {"copy_on_write": BlockTable.copy_on_write})
+    assert list(learners_methods(patched)) == ["append"] and "copy_on_write" in labcores_methods(patched, BlockTable)
 
 
 def test_swap_test_leaves_the_random_numbers_as_they_were(loaded, capsys):
@@ -187,4 +264,4 @@ def test_an_llm_lends_its_model(loaded):
 @pytest.mark.slow
 def test_the_real_model_speaks_the_same_from_another_pool(smollm2, capsys):
     swap_test(OtherOrder, model=smollm2)
-    assert capsys.readouterr().out.startswith("swap_test block_pool=OtherOrder   same — 8 prompts, 128 tokens")
+    assert capsys.readouterr().out.startswith("swap_test block_pool=OtherOrder   same — 15 texts, 208 tokens")

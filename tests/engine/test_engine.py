@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +14,13 @@ from remembering import Letters
 from tiny_models import tiny
 
 from labcore import LLM, BeamSearchParams, SamplingParams
+from labcore.attention.torch_backend import TorchAttention
 from labcore.engine.invariants import IntegrityError
+from labcore.kvcache.blocks import BlockTable
 from labcore.models import from_model
+from labcore.sampling.beam_search import BeamSearch
+from labcore.scheduler.budget import AdaptiveBudget
+from labcore.scheduler.policy import PriorityWithAging
 
 
 @pytest.fixture(scope="module")
@@ -620,6 +626,56 @@ def test_plugged_in_parts_may_be_classes_or_instances(model, loaded):
                   preemption=Recompute())
         assert llm.generate(prompt, flat_out(4))[0].outputs[0].token_ids == greedy(model, prompt, 4)
         assert MyPool.taken == 3 and MyScheduler.steps == 4
+
+
+def test_plugged_in_table_policy_budget_and_search_run_in_the_engine(model, loaded):
+    """Each counts its calls, and no token changes."""
+    calls = Counter()
+
+    class MyTable(BlockTable):
+        def append(self, n):
+            calls["append"] += 1
+            return super().append(n)
+
+    class MyPolicy(PriorityWithAging):
+        def sort_key(self, request):
+            calls["sort_key"] += 1
+            return super().sort_key(request)
+
+    class MyBudget(AdaptiveBudget):
+        def observe(self, num_tokens, seconds):
+            calls["observe"] += 1
+            super().observe(num_tokens, seconds)
+
+    class MySearch(BeamSearch):
+        def advance(self, candidates):
+            calls["advance"] += 1
+            return super().advance(candidates)
+
+    prompt = prompts(6)[0]
+    llm = LLM(loaded, block_size=4, num_blocks=32, attention_backend=TorchAttention, scheduling_policy="priority",
+              max_num_batched_tokens="auto", block_table=MyTable, policy=MyPolicy, budget=MyBudget, beam_search=MySearch)
+    assert llm.generate(prompt, flat_out(4))[0].outputs[0].token_ids == greedy(model, prompt, 4)
+    llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=3))
+    assert set(calls) == {"append", "sort_key", "observe", "advance"} and calls["advance"] == 3
+    assert llm.engine.scheduler.policy.aging == llm.engine.config.priority_aging_steps
+    llm.engine.check_integrity()
+    with pytest.raises(ValueError, match='budget is given; max_num_batched_tokens must be "auto" then, it is 2048'):
+        LLM(loaded, budget=MyBudget)
+    with pytest.raises(ValueError, match="policy is .*; it must be a Policy or .*: sort_key, can_preempt missing"):
+        LLM(loaded, policy=object())
+
+
+def test_plugged_in_table_that_raises_is_named(loaded):
+    class Broken(BlockTable):
+        def append(self, n):
+            raise RuntimeError("no more")
+
+    llm = LLM(loaded, block_size=4, num_blocks=32, attention_backend=TorchAttention, block_table=Broken)
+    with pytest.raises(RuntimeError, match="no more") as caught:
+        llm.generate(prompts(6)[0], flat_out(4))
+    assert caught.value.__notes__ == ["raised by the engine's block_table, Broken"]
+    llm.engine.check_integrity()
 
 
 def test_abort_of_requests_that_wait_leaves_nothing_of_them_alive(loaded):

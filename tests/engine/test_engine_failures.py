@@ -207,6 +207,7 @@ def callers() -> Iterator[str]:
 
 PLUGS = {
     "block_pool": ["allocate", "free", "incref", "share", "refcount", "is_writable"],
+    "kv_cache_manager": ["match", "fits", "blocks_missing", "attach", "reserve", "commit", "share", "free", "open_table"],
     "prefix_cache": ["match", "cache_full_blocks", "evict"],
     "preemption": ["preempt"],
     "chunking": ["begin_step", "num_tokens"],

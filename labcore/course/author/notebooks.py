@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -141,12 +141,14 @@ def execute(
     allow_errors: bool = False,
     limit: float = RUN_LIMIT_SECONDS,
     progress: str = "off",
+    on_cell: Callable[[NotebookNode], None] | None = None,
 ) -> None:
     """Run the cells of `notebook` in place, in a fresh kernel in `folder`. Needs nbclient.
 
     allow_errors   go on after a cell that raises
     limit          seconds that one cell may take
     progress       the kernel's LABCORE_PROGRESS
+    on_cell        called with each cell when it is done
     Raises RunStopped for a cell that raised, took longer than the limit, wrote more than 10 MB, or ended its kernel;
     CellInterrupted on Ctrl-C; RuntimeError if there is no kernel to be had. The kernel has ended afterwards.
     """
@@ -170,6 +172,8 @@ def execute(
                 raise RunStopped(number, str(error)) from error
             except Exception as error:
                 raise RunStopped(number, _reason(error)) from error
+            if on_cell is not None:
+                on_cell(cell)
 
 
 def _reason(error: Exception) -> str:

@@ -255,7 +255,7 @@ def exercises_are_complete(n: Written) -> list[str]:
 def exercise_methods_are_those_to_be_written(n: Written) -> list[str]:
     """`Exercise.methods` names the methods with a solution in them: those that are borrowed until the learner's pass."""
     written: set[str] = set()
-    broken = []
+    broken, marked = [], False
     for _, cell in n.code():
         tree = parse_cell(cell.source) or ast.Module([], [])
         lines = [number for number, line in enumerate(cell.source.splitlines(), 1) if line.strip() == BEGIN]
@@ -263,12 +263,22 @@ def exercise_methods_are_those_to_be_written(n: Written) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
                 written |= {m.name for m in methods if any(m.lineno <= line <= m.end_lineno for line in lines)}
+        marked = marked or bool(lines)
         for call in calls(tree, "check"):
             exercise = find_exercise(call.args[0].value)
-            if exercise is not None and set(exercise.methods) != written:
+            if exercise is not None and marked and set(exercise.methods) != written:
                 broken.append(f"{exercise.id}: methods are {exercise.methods}, the learner writes {sorted(written)}")
-            written = set()
+            written, marked = set(), False
     return broken
+
+
+def checks_stand_alone(n: Written) -> list[str]:
+    """A check is in no cell with a solution: nbgrader grades a cell by itself only if it is locked."""
+    return [
+        f"cell {number}: a check stands in the cell of its solution; give it the next one"
+        for number, cell in n.code()
+        if BEGIN in cell.source and any(calls(parse_cell(cell.source) or ast.Module([], []), "check"))
+    ]
 
 
 def defines_nothing_of_earlier_notebooks(n: Written) -> list[str]:
@@ -350,6 +360,7 @@ RULES: tuple[Callable[[Written], list[str]], ...] = (
     first_check_comes_early,
     exercises_are_complete,
     exercise_methods_are_those_to_be_written,
+    checks_stand_alone,
     defines_nothing_of_earlier_notebooks,
     patches_nothing,
     leaves_private_names_alone,

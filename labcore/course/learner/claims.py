@@ -13,6 +13,16 @@ One file, `data/claims.json`; a claim may have several entries, one for each fig
        "command": ""}                           what prints it again, outside the notebook; "" if the notebook does
     ]}
 
+The verdicts:
+
+    holds           our figure agrees with the claim
+    holds in part   it agrees under conditions that the claim doesn't name
+    exaggerated     the direction is right, the size is not
+    depends         it agrees for some models, lengths or machines, and not for others
+    mislabelled     the figure is right, and is that of another quantity
+    unsupported     no circumstances are named, or the quantity claimed can't be had from what is offered as evidence
+    wrong           our figure contradicts it
+
 In a notebook: `ledger("reserve", "waste-old")` prints the entries; `claim("reserve").figure` is there to be asserted
 against.
 """

@@ -1,54 +1,59 @@
-"""The hot-swap test: the learner's part and labcore's in the same engine, compared step by step on eight prompts.
+"""The hot-swap test: the learner's parts and labcore's in the same engine, compared step by step on one workload.
 
     swap_test(BlockPool)                            the kind of part follows from the base class, or the name
-    swap_test(block_pool=BlockPool, model=llm)      or is given; with a model that is loaded already
+    swap_test(BlockPool, BlockTable, model=llm)     several at once, with a model that is loaded already
+    swap_test(policy=Mine)                          or by name
 
 The pool is small, so that requests are preempted and blocks are reused. After each step both engines must agree on every
-token, on the number of free blocks and on the length of every block table, but not on the block ids.
+token, on the number of free blocks and on the length of every block table, but not on the block ids. What is told, too:
+which of the learner's methods the engine called, and how often. A part with nothing of the learner's is refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labcore.course.learner.locate_error import locate_error
+from labcore.course.learner.swap_workload import Workload
 from labcore.course.learner.text import shorten, wrapped
 from labcore.course.learner.timeout import run_with_timeout, same_random_state
+from labcore.course.learner.whose_code import counted, labcores_methods, learners_methods, report
 
 if TYPE_CHECKING:
     from labcore.engine.engine import Engine
     from labcore.llm import LLM
     from labcore.models import LoadedModel
+    from labcore.outputs import RequestOutput
 
 # Argument of LLM → the class that a part of that kind is, or does as.
 SEAMS = {
     "block_pool": "labcore.kvcache.blocks.BlockPool",
+    "block_table": "labcore.kvcache.blocks.BlockTable",
+    "kv_cache_manager": "labcore.kvcache.manager.KVCacheManager",
     "scheduler": "labcore.scheduler.scheduler.Scheduler",
     "prefix_cache": "labcore.kvcache.prefix.PrefixCache",
     "preemption": "labcore.scheduler.preemption.Preemption",
     "chunking": "labcore.scheduler.chunking.ChunkPolicy",
+    "policy": "labcore.scheduler.policy.Policy",
+    "budget": "labcore.scheduler.budget.AdaptiveBudget",
+    "beam_search": "labcore.sampling.beam_search.BeamSearch",
     "attention_backend": "labcore.attention.backend.AttentionBackend",
 }
 # Parts that affect scheduling: plans may differ, outputs may not.
-FREE_TO_PLAN = ("scheduler", "prefix_cache", "preemption", "chunking")
+FREE_TO_PLAN = ("scheduler", "kv_cache_manager", "prefix_cache", "preemption", "chunking", "policy", "budget")
 
-PROMPTS = (
-    "The capital of France is",
-    "A block table maps logical blocks to",
-    "Once upon a time, in a small village by the sea, there lived an old man who could not sleep. Every night he",
-    "def fibonacci(n):",
-    "Three things to know about memory: first, it is never enough; second, most of it lies idle; third,",
-    "Water boils at",
-    "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The quick brown",
-    "List five animals that live in the forest:",
-)
-MAX_TOKENS = 16
 ENGINE = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "seed": 0}
-SPECIAL = {"chunking": {"max_num_batched_tokens": 16}}
-"""Settings of both engines that exercise a kind of part: here nearly every prompt is chunked."""
+PRIORITY = {"scheduling_policy": "priority", "max_num_seqs": 6}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "chunking": {"max_num_batched_tokens": 16},
+    "budget": {"max_num_batched_tokens": "auto", "tbt_target_ms": 50.0},
+    "scheduler": PRIORITY,
+    "policy": PRIORITY,
+}
+"""Settings of both engines that exercise a kind of part: short steps, few slots for urgent requests to take."""
 TIMEOUT_SECONDS = 300
 
 
@@ -58,16 +63,17 @@ class StepFacts:
 
     num_free: int
     tables: dict[str, tuple[int, int]]  # request → blocks in its table, tokens in them
-    tokens: dict[str, list[int]]  # request → all its output tokens, for those that gained one
+    tokens: dict[str, list[int]]  # sequence → all its output tokens, for those that gained one
 
 
 @dataclass
 class Run:
-    """One engine's run over the prompts: its steps, and the error that ended it, if any."""
+    """One engine's run over the workload: its steps, the error that ended it, if any, and calls of the learner's methods."""
 
     steps: list[StepFacts] = field(default_factory=list)
     num_preemptions: int = 0
     trouble: str = ""
+    calls: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{len(self.steps)} steps and {self.num_preemptions} preemption{'s' * (self.num_preemptions != 1)}"
@@ -78,52 +84,78 @@ class Run:
 
 @dataclass(frozen=True)
 class EngineDiff:
-    """The result: whether the runs agree, and a sentence that says on what, or where they differ."""
+    """The result: whether the runs agree, a sentence that says on what or where they differ, and one on whose code ran."""
 
     name: str
     same: bool
     what: str
+    whose: str = ""
 
     def __str__(self) -> str:
-        return wrapped(f"swap_test {self.name}", f"{'same' if self.same else 'not the same'} — {self.what}")
+        lead = f"swap_test {self.name}"
+        verdict = wrapped(lead, f"{'same' if self.same else 'not the same'} — {self.what}")
+        return verdict + ("\n" + wrapped(" " * len(lead), self.whose) if self.whose else "")
 
 
-def swap_test(part: Any = None, *, model: str | Path | LoadedModel | LLM = "smollm2-135m", **parts: Any) -> None:
-    """Run the model with the learner's part and with labcore's, and print the first difference, or that there is none.
+def swap_test(*parts: Any, model: str | Path | LoadedModel | LLM = "smollm2-135m", **named: Any) -> None:
+    """Run the workload with the learner's parts and with labcore's. Prints the first difference, or that there is none.
 
-    part:     a class (or an instance, where LLM takes one) that replaces a part of the engine; or by name: scheduler=…
+    parts:    classes (or instances, where LLM takes one) that replace parts of the engine
+    named:    parts by the argument of LLM: scheduler=…
     model:    as LLM takes it, or an LLM, whose model is then shared.
-    An exception of the part is reported, not raised.
+    An exception of a part is reported, not raised.
     """
     try:
-        seam, part = find_seam(part, parts)
+        found = find_seams(parts, named)
+        refuse_labcores(found)
     except ValueError as error:
         print(f"swap_test   can't begin: {error}")
         return
     loaded = load_once(model)
     with same_random_state():
-        print(compare(seam, part, loaded))
+        print(compare(found, loaded))
 
 
-def find_seam(part: Any, parts: dict[str, Any]) -> tuple[str, Any]:
-    """The argument of LLM that a part belongs to. Raises ValueError if there is none, or not exactly one part."""
-    if len(parts) + (part is not None) != 1:
-        raise ValueError("give one part, swap_test(BlockPool) or swap_test(block_pool=BlockPool).")
-    if parts:
-        ((seam, part),) = parts.items()
+def find_seams(parts: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The parts by the argument of LLM that each belongs to. Raises ValueError if there is none, or two for one."""
+    found: dict[str, Any] = {}
+    for seam, part in [*((find_seam(part), part) for part in parts), *named.items()]:
         if seam not in SEAMS:
             raise ValueError(f"there is no seam {seam!r}; there are {', '.join(SEAMS)}.")
-        return seam, part
+        if seam in found:
+            raise ValueError(f"two parts are given for {seam}; give one of each kind.")
+        found[seam] = part
+    if not found:
+        raise ValueError("give a part, swap_test(BlockPool) or swap_test(block_pool=BlockPool).")
+    return found
+
+
+def find_seam(part: Any) -> str:
+    """The argument of LLM that a part belongs to, by its base class or its name. Raises ValueError if it could be any."""
     kind = part if isinstance(part, type) else type(part)
-    for seam, path in SEAMS.items():
-        module, _, name = path.rpartition(".")
-        if issubclass(kind, getattr(import_module(module), name)):
-            return seam, part
+    for seam in SEAMS:
+        if issubclass(kind, base_of(seam)):
+            return seam
     names = {path.rpartition(".")[2]: seam for seam, path in SEAMS.items()}
     for base in kind.__mro__:
         if base.__name__ in names:
-            return names[base.__name__], part
+            return names[base.__name__]
     raise ValueError(f"{kind.__name__} could be any part: say which, swap_test({next(iter(SEAMS))}={kind.__name__}).")
+
+
+def base_of(seam: str) -> type:
+    """The class of labcore's that a part of this kind is, or does as."""
+    module, _, name = SEAMS[seam].rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def refuse_labcores(parts: dict[str, Any]) -> None:
+    """Raises ValueError for a part without a method of the learner's: ours against ours proves nothing."""
+    for part in parts.values():
+        kind = part if isinstance(part, type) else type(part)
+        is_labcores = any(base.__module__.startswith("labcore.") for base in kind.__mro__)
+        if is_labcores and not learners_methods(part):
+            raise ValueError(f"nothing of yours is in {kind.__name__}: it is labcore's own.")
 
 
 def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:
@@ -135,32 +167,51 @@ def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:
     return model if isinstance(model, LoadedModel) else load(model, "auto", "auto")
 
 
-def compare(seam: str, part: Any, loaded: LoadedModel, timeout: float = TIMEOUT_SECONDS) -> EngineDiff:
-    """Run the prompts on both engines and find the first step at which they differ."""
-    name = f"{seam}={getattr(part, '__name__', type(part).__name__)}"
-    special = SPECIAL.get(seam, {})
+def compare(parts: dict[str, Any], loaded: LoadedModel, timeout: float = TIMEOUT_SECONDS) -> EngineDiff:
+    """Run the workload on both engines and find the first step at which they differ."""
+    name = ", ".join(f"{seam}={getattr(part, '__name__', type(part).__name__)}" for seam, part in parts.items())
+    special = {key: value for seam in parts for key, value in SPECIAL.get(seam, {}).items()}
+    learners = {label: code for seam, part in parts.items() for label, code in labelled(parts, part).items()}
     ours = run(loaded, special, max_steps=10_000)
     theirs = Run()
-    outcome = run_with_timeout(lambda: run(loaded, {**special, seam: part}, 4 * len(ours.steps) + 8, theirs), timeout)
+
+    def run_theirs() -> None:
+        with counted(learners) as calls:
+            try:
+                run(loaded, {**special, **parts}, 4 * len(ours.steps) + 8, theirs)
+            finally:
+                theirs.calls = calls
+
+    outcome = run_with_timeout(run_theirs, timeout)
     if outcome.timed_out:
         theirs.trouble = f"it was still running after {timeout:g} s{', ' if outcome.location else ''}{outcome.location}"
     elif outcome.error is not None:
         theirs.trouble = _said(outcome.error)
-    return judge_runs(name, ours, theirs, may_plan=seam in FREE_TO_PLAN)
+    diff = judge_runs(name, ours, theirs, may_plan=any(seam in FREE_TO_PLAN for seam in parts))
+    labcores = [label for seam, part in parts.items() for label in labelled_labcores(parts, seam, part)]
+    return replace(diff, whose=report(learners, theirs.calls, labcores) if learners and diff.same else "")
+
+
+def labelled(parts: dict[str, Any], part: Any) -> dict[str, Any]:
+    """The learner's methods of a part, with the class in front if there are several parts."""
+    prefix = f"{getattr(part, '__name__', type(part).__name__)}." if len(parts) > 1 else ""
+    return {prefix + name: code for name, code in learners_methods(part).items()}
+
+
+def labelled_labcores(parts: dict[str, Any], seam: str, part: Any) -> list[str]:
+    """The methods of a part that are labcore's, labelled likewise."""
+    prefix = f"{getattr(part, '__name__', type(part).__name__)}." if len(parts) > 1 else ""
+    return [prefix + name for name in labcores_methods(part, base_of(seam))]
 
 
 def run(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, result: Run | None = None) -> Run:
-    """Serve the prompts greedily, with `parts` and settings in the engine, and append every step to the result."""
+    """Serve the workload, with `parts` and settings in the engine, and append every step to the result."""
     from labcore.llm import LLM
-    from labcore.sampling_params import SamplingParams
 
     result = Run() if result is None else result
     engine = LLM(loaded, **{**ENGINE, **parts}).engine
-    for number, prompt in enumerate(PROMPTS):
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        engine.add_request(f"r{number}", _encode(loaded, prompt), params)
-    while engine.has_unfinished_requests() and len(result.steps) < max_steps:
-        result.steps.append(_step(engine))
+    for outputs in Workload(engine).steps(max_steps):
+        result.steps.append(facts_of(engine, outputs))
         result.num_preemptions = engine.stats()["num_preemptions"]
         engine.check_integrity()
     return result
@@ -178,7 +229,7 @@ def judge_runs(name: str, ours: Run, theirs: Run, may_plan: bool) -> EngineDiff:
     for request, tokens in ours.final_tokens().items():
         if theirs.final_tokens().get(request) != tokens:
             return EngineDiff(name, False, _other_words(request, tokens, theirs.final_tokens().get(request, [])))
-    said = f"{len(ours.final_tokens())} prompts, {sum(map(len, ours.final_tokens().values()))} tokens, all identical"
+    said = f"{len(ours.final_tokens())} texts, {sum(map(len, ours.final_tokens().values()))} tokens, all identical"
     if ours.steps == theirs.steps:
         return EngineDiff(name, True, f"{said}; free blocks and table lengths agree throughout {ours}.")
     if may_plan:
@@ -192,18 +243,14 @@ def first_difference(ours: list[StepFacts], theirs: list[StepFacts]) -> int | No
     return next((number for number, (a, b) in steps if a != b), None)
 
 
-def _step(engine: Engine) -> StepFacts:
-    outputs = engine.step()
+def facts_of(engine: Engine, outputs: list[RequestOutput]) -> StepFacts:
     tables = {r.request_id: (len(r.table.blocks), r.table.num_tokens) for r in engine.scheduler.running}
-    tokens = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+    tokens = {
+        output.request_id if len(output.outputs) == 1 else f"{output.request_id}/{one.index}": list(one.token_ids)
+        for output in outputs
+        for one in output.outputs
+    }
     return StepFacts(engine.pool.num_free, tables, tokens)
-
-
-def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
-    """Token ids of a prompt; of its bytes for a model without a tokenizer."""
-    if loaded.tokenizer is None:
-        return [byte % loaded.vocab_size for byte in prompt.encode()[:40]]
-    return loaded.tokenizer.encode(prompt)
 
 
 def _difference(ours: StepFacts, theirs: StepFacts) -> str:
