@@ -73,7 +73,7 @@ class Run:
     steps: list[StepFacts] = field(default_factory=list)
     num_preemptions: int = 0
     trouble: str = ""
-    calls: dict[str, int] = field(default_factory=dict)
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)  # (argument of LLM, method) → calls
 
     def __str__(self) -> str:
         return f"{len(self.steps)} steps and {self.num_preemptions} preemption{'s' * (self.num_preemptions != 1)}"
@@ -84,17 +84,20 @@ class Run:
 
 @dataclass(frozen=True)
 class EngineDiff:
-    """The result: whether the runs agree, a sentence that says on what or where they differ, and one on whose code ran."""
+    """Whether the runs agree, a sentence that says on what or where they differ, and one for each part on whose code ran."""
 
     name: str
     same: bool
     what: str
-    whose: str = ""
+    whose: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lead = f"swap_test {self.name}"
-        verdict = wrapped(lead, f"{'same' if self.same else 'not the same'} — {self.what}")
-        return verdict + ("\n" + wrapped(" " * len(lead), self.whose) if self.whose else "")
+        verdict = f"{'same' if self.same else 'not the same'} — {self.what}"
+        if "," in self.name:  # several parts: the names take a line of their own
+            lines = [f"swap_test {self.name}", wrapped(" " * 9, verdict)]
+        else:
+            lines = [wrapped(f"swap_test {self.name}", verdict)]
+        return "\n".join(lines + [wrapped(" " * 9, said) for said in self.whose])
 
 
 def swap_test(*parts: Any, model: str | Path | LoadedModel | LLM = "smollm2-135m", **named: Any) -> None:
@@ -169,14 +172,14 @@ def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:
 
 def compare(parts: dict[str, Any], loaded: LoadedModel, timeout: float = TIMEOUT_SECONDS) -> EngineDiff:
     """Run the workload on both engines and find the first step at which they differ."""
-    name = ", ".join(f"{seam}={getattr(part, '__name__', type(part).__name__)}" for seam, part in parts.items())
+    name = ", ".join(f"{seam}={name_of(part)}" for seam, part in parts.items())
     special = {key: value for seam in parts for key, value in SPECIAL.get(seam, {}).items()}
-    learners = {label: code for seam, part in parts.items() for label, code in labelled(parts, part).items()}
+    learners = {seam: learners_methods(part) for seam, part in parts.items()}
     ours = run(loaded, special, max_steps=10_000)
     theirs = Run()
 
     def run_theirs() -> None:
-        with counted(learners) as calls:
+        with counted({(seam, name): code for seam, methods in learners.items() for name, code in methods.items()}) as calls:
             try:
                 run(loaded, {**special, **parts}, 4 * len(ours.steps) + 8, theirs)
             finally:
@@ -188,20 +191,16 @@ def compare(parts: dict[str, Any], loaded: LoadedModel, timeout: float = TIMEOUT
     elif outcome.error is not None:
         theirs.trouble = _said(outcome.error)
     diff = judge_runs(name, ours, theirs, may_plan=any(seam in FREE_TO_PLAN for seam in parts))
-    labcores = [label for seam, part in parts.items() for label in labelled_labcores(parts, seam, part)]
-    return replace(diff, whose=report(learners, theirs.calls, labcores) if learners and diff.same else "")
+    whose = [
+        report(name_of(part), {name: theirs.calls.get((seam, name), 0) for name in learners[seam]},
+               labcores_methods(part, base_of(seam)))
+        for seam, part in parts.items() if learners[seam]
+    ]  # fmt: skip
+    return replace(diff, whose=tuple(whose) if diff.same else ())
 
 
-def labelled(parts: dict[str, Any], part: Any) -> dict[str, Any]:
-    """The learner's methods of a part, with the class in front if there are several parts."""
-    prefix = f"{getattr(part, '__name__', type(part).__name__)}." if len(parts) > 1 else ""
-    return {prefix + name: code for name, code in learners_methods(part).items()}
-
-
-def labelled_labcores(parts: dict[str, Any], seam: str, part: Any) -> list[str]:
-    """The methods of a part that are labcore's, labelled likewise."""
-    prefix = f"{getattr(part, '__name__', type(part).__name__)}." if len(parts) > 1 else ""
-    return [prefix + name for name in labcores_methods(part, base_of(seam))]
+def name_of(part: Any) -> str:
+    return getattr(part, "__name__", type(part).__name__)
 
 
 def run(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, result: Run | None = None) -> Run:

@@ -1,6 +1,6 @@
 """Whose code runs: which methods of a part are the learner's, which are labcore's, and how often the engine called them.
 
-    yours: allocate 41 times, free 36 · never called: refcount · labcore's: incref
+    calls of your BlockPool: allocate 41, free 36 · never called: refcount · labcore's: incref
 
 Calls are counted with `sys.setprofile`, so that nothing is wrapped and an error shows the learner's own lines.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -45,14 +45,16 @@ def is_dunder(name: str) -> bool:
 
 
 @contextmanager
-def counted(codes: Mapping[str, CodeType]) -> Iterator[Counter[str]]:
+def counted(codes: Mapping[Hashable, CodeType]) -> Iterator[Counter[Hashable]]:
     """Count the calls of these functions that this thread makes inside the block. The counter is filled at its end."""
     calls: Counter[CodeType] = Counter()
     wanted, counts = set(codes.values()), Counter()
+    entries: dict[CodeType, int] = {}
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in wanted:
-            calls[frame.f_code] += 1
+        code = frame.f_code
+        if event == "call" and code in wanted and frame.f_lasti == entries.setdefault(code, frame.f_lasti):
+            calls[code] += 1  # elsewhere than at its entry a generator is resumed
 
     before: Callable | None = sys.getprofile()
     sys.setprofile(on_event)
@@ -63,11 +65,14 @@ def counted(codes: Mapping[str, CodeType]) -> Iterator[Counter[str]]:
         counts.update({name: calls[code] for name, code in codes.items() if calls[code]})
 
 
-def report(learners: Mapping[str, CodeType], counts: Mapping[str, int], labcores: list[str]) -> str:
-    """One sentence: which of the learner's methods ran, and how often, which did not, and what is labcore's."""
-    ran = ", ".join(f"{name} {counts[name]:,}" for name in learners if counts.get(name))
-    idle = ", ".join(name for name in learners if not counts.get(name))
-    said = [f"calls of yours: {ran}" if ran else "none of yours was called"]
-    said += [f"never called: {idle}"] if idle else []
+def report(name: str, counts: Mapping[str, int], labcores: list[str]) -> str:
+    """One sentence on a part: which of the learner's methods ran, and how often, which did not, and what is labcore's.
+
+    counts: calls of each of the learner's methods
+    """
+    ran = sorted((method for method in counts if counts[method]), key=lambda method: -counts[method])
+    idle = [method for method in counts if not counts[method]]
+    said = [f"calls of your {name}: {', '.join(f'{m} {counts[m]:,}' for m in ran)}" if ran else f"your {name} was never called"]
+    said += [f"never called: {', '.join(idle)}"] if idle and ran else []
     said += [f"labcore's: {', '.join(labcores)}"] if labcores else []
     return " · ".join(said)
