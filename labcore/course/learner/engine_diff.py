@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labcore.course.learner.locate_error import locate_error
-from labcore.course.learner.swap_workload import Workload
+from labcore.course.learner.swap_workload import SwapWorkload
 from labcore.course.learner.text import shorten, wrapped
 from labcore.course.learner.timeout import run_with_timeout, same_random_state
 from labcore.course.learner.whose_code import counted, labcores_methods, learners_methods, report
@@ -209,7 +209,7 @@ def run(loaded: LoadedModel, parts: dict[str, Any], max_steps: int, result: Run 
 
     result = Run() if result is None else result
     engine = LLM(loaded, **{**ENGINE, **parts}).engine
-    for outputs in Workload(engine).steps(max_steps):
+    for outputs in SwapWorkload(engine).steps(max_steps):
         result.steps.append(facts_of(engine, outputs))
         result.num_preemptions = engine.stats()["num_preemptions"]
         engine.check_integrity()

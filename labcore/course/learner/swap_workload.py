@@ -53,7 +53,7 @@ ARRIVALS = (
 
 
 @dataclass
-class Workload:
+class SwapWorkload:
     """Feeds one engine. encode: text → token ids."""
 
     engine: Engine
