@@ -482,6 +482,19 @@ def test_a_real_notebook_has_a_student_edition_that_parses_and_leaks_nothing(pat
 
 
 @each_master
+def test_nbgrader_grades_every_exercise_by_itself(path):
+    """Case: 29 of 31 checks stood in the solution's cell, which nbgrader leaves to the teacher: no points."""
+    source = nbgrader_source(student_edition(read_notebook(path), path.name))
+    graded = [c for c in source.cells if c.metadata.get("nbgrader", {}).get("grade")]
+    assert [c.metadata["nbgrader"]["grade_id"].removesuffix("-check") for c in graded] == [
+        exercise.id.replace(".", "-") for exercise in notebook_exercises(path.stem[:2])
+    ]
+    for each in graded:  # a locked cell without a solution: what `determine_grade` calls autograded
+        assert each.metadata["nbgrader"]["locked"] and not each.metadata["nbgrader"]["solution"]
+        assert each.metadata["nbgrader"]["points"] > 0 and "check(" in each.source
+
+
+@each_master
 @pytest.mark.slow
 @pytest.mark.model
 def test_run_all_on_a_real_student_edition_comes_to_its_end(path, tmp_path):
