@@ -69,7 +69,7 @@ class Stop:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table. Exit status 1 if a notebook was run and one of its exercises isn't done, 130 after Ctrl-C."""
-    if arguments.notebook and arguments.notebook.endswith(".ipynb"):
+    if arguments.notebook and arguments.notebook.lower().endswith(".ipynb"):
         return run_notebook_file(arguments)
     for option, value in (("--cell-timeout", arguments.cell_timeout), ("--exercises-only", arguments.exercises_only or None)):
         if value is not None:
@@ -90,7 +90,7 @@ def run_notebook_file(arguments: argparse.Namespace) -> int:
     limit = RUN_LIMIT_SECONDS if arguments.cell_timeout is None else arguments.cell_timeout
     if not 1 <= limit <= MAX_CELL_SECONDS:
         raise ValueError(f"--cell-timeout is {limit:g}; it must be a number of seconds from 1 to {MAX_CELL_SECONDS:,}.")
-    if not notebook_exercises(number):
+    if path.exists() and not notebook_exercises(number):
         raise ValueError(
             f"{path.name} is not one of the course's notebooks; their names begin with a number, 02_….ipynb."
         )

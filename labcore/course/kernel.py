@@ -41,6 +41,7 @@ class Kernel(NotebookClient):
             allow_errors=allow_errors,
             record_timing=False,
             store_widget_state=False,
+            extra_arguments=["--log-level=ERROR"],  # its warnings are not the learner's business
             resources={"metadata": {"path": str(folder)}},
             on_cell_executed=self._look_for_exit,
         )

@@ -36,6 +36,9 @@ class ActiveRequests:
     def group(self, request_id: str) -> RequestGroup:
         """The group of a request id. Raises ValueError if there is none, or none any more."""
         group = self.groups.get(request_id) if isinstance(request_id, str) else None
+        if group is None and isinstance(request_id, str) and request_id in self.owners:
+            owner = self.owners[request_id].request_id
+            raise ValueError(f"request_id {request_id!r} is one of the sequences of {owner!r}; name that request.")
         if group is None:
             raise self._not_served(request_id)
         return group

@@ -68,19 +68,27 @@ def build_engine(
         ("beam_search", beam_search, BeamSearch),
     ):
         check_part(name, part, base)
+    for name, part in (
+        ("block_table", block_table),
+        ("kv_cache_manager", kv_cache_manager),
+        ("scheduler", scheduler),
+        ("beam_search", beam_search),
+    ):
+        if part is not None and not isinstance(part, type):
+            raise ValueError(f"{name} is {part!r}; it must be a class: the engine makes its own instances.")
     if budget is not None and config.max_num_batched_tokens != "auto":
         raise ValueError(f'budget is given; max_num_batched_tokens must be "auto" then, it is {config.max_num_batched_tokens}.')
     backend.validate(loaded.layers, loaded.model.dtype, loaded.model.device)
     config, pool = resolve_pool(config, loaded, block_pool)
     tensors = KVCache(loaded.layers, pool.num_blocks, pool.block_size, loaded.model.dtype, loaded.model.device)
-    cache = instantiate(or_default(prefix_cache, default_prefix_cache(config)), pool.block_size)
+    cache = instantiate("prefix_cache", or_default(prefix_cache, default_prefix_cache(config)), pool.block_size)
     order = build_policy(config, policy)
     planner = or_default(scheduler, Scheduler)(
         or_default(kv_cache_manager, KVCacheManager)(pool, cache, or_default(block_table, BlockTable)),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_step_tokens,
-        chunking=instantiate(or_default(chunking, default_chunking(config))),
-        preemption=instantiate(or_default(preemption, Recompute)),
+        chunking=instantiate("chunking", or_default(chunking, default_chunking(config))),
+        preemption=instantiate("preemption", or_default(preemption, Recompute)),
         policy=order,
     )
     recorder = build_recorder(config, loaded, pool, cache, order) if config.record else None
@@ -154,8 +162,8 @@ def check_graphs(backend: AttentionBackend, device: torch.device) -> None:
 def build_policy(config: EngineConfig, policy: Policy | type[Policy] | None) -> Policy:
     """The scheduling policy of that name, or the given one; a class is called as the one of that name."""
     if config.scheduling_policy == "priority":
-        return instantiate(or_default(policy, PriorityWithAging), config.priority_aging_steps)
-    return instantiate(or_default(policy, FirstComeFirstServed))
+        return instantiate("policy", or_default(policy, PriorityWithAging), config.priority_aging_steps)
+    return instantiate("policy", or_default(policy, FirstComeFirstServed))
 
 
 def default_prefix_cache(config: EngineConfig) -> type[PrefixCache]:
@@ -197,6 +205,12 @@ def or_default(part: Part | None, default: Part) -> Part:
     return default if part is None else part
 
 
-def instantiate(part: Part | type[Part], *arguments: object) -> Part:
-    """A part as an instance: a class is called, an instance is used as it is."""
-    return part(*arguments) if isinstance(part, type) else part
+def instantiate(name: str, part: Part | type[Part], *arguments: object) -> Part:
+    """A part as an instance: a class is called, an instance is used as it is. Raises ValueError if the call doesn't fit."""
+    if not isinstance(part, type):
+        return part
+    try:
+        return part(*arguments)
+    except TypeError as error:
+        called = ", ".join(map(repr, arguments))
+        raise ValueError(f"{name} is {part!r}; it must be a class that can be called with ({called}): {error}.") from error

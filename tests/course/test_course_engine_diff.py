@@ -178,6 +178,7 @@ def test_the_seam_is_found_by_what_the_part_is_or_by_its_name():
         ((BlockPool,), {}, "nothing of yours is in BlockPool: it is labcore's own."),
         ((OtherOrder, Scheduler), {}, "nothing of yours is in Scheduler: it is labcore's own."),
         ((), {"pool": BlockPool}, "there is no seam 'pool'; there are block_pool, block_table, kv_cache_manager, scheduler"),
+        ((), {"block_pool": type("Half", (), {"allocate": print})}, "Half has no free, share, incref, refcount, is_writable, "),
         ((int,), {}, "int could be any part: say which, swap_test(block_pool=int)."),
     ],
 )
@@ -259,6 +260,8 @@ def test_calls_of_a_generator_are_not_counted_again_when_it_is_resumed():
 def test_borrowed_methods_are_not_counted_as_the_learners():
     mine = type("Mine", (BlockTable,), {"append": lambda self, n: BlockTable.append(self, n), "__module__": "notebook"})
     patched = stand_in(mine, {"copy_on_write": BlockTable.copy_on_write})
+    stubbed = stand_in(type("Stub", (mine,), {"free": lambda self: 1, "__module__": "notebook"}), {"free": BlockTable.free})
+    assert "free" not in learners_methods(stubbed) and "free" in labcores_methods(stubbed, BlockTable)
     assert list(learners_methods(patched)) == ["append"] and "copy_on_write" in labcores_methods(patched, BlockTable)
 
 

@@ -16,11 +16,12 @@ from tiny_models import tiny
 from labcore import LLM, BeamSearchParams, SamplingParams
 from labcore.attention.torch_backend import TorchAttention
 from labcore.engine.invariants import IntegrityError
-from labcore.kvcache.blocks import BlockTable
+from labcore.kvcache.blocks import BlockPool, BlockTable
 from labcore.models import from_model
 from labcore.sampling.beam_search import BeamSearch
 from labcore.scheduler.budget import AdaptiveBudget
 from labcore.scheduler.policy import PriorityWithAging
+from labcore.scheduler.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -664,6 +665,25 @@ def test_plugged_in_table_policy_budget_and_search_run_in_the_engine(model, load
         LLM(loaded, budget=MyBudget)
     with pytest.raises(ValueError, match="policy is .*; it must be a Policy or .*: sort_key, can_preempt missing"):
         LLM(loaded, policy=object())
+
+
+@pytest.mark.parametrize(("parts", "words"), [
+    ({"policy": PriorityWithAging}, r"policy is .*PriorityWithAging'>; it must be a class that can be called with \(\): "),
+    ({"block_table": BlockTable(BlockPool(4, 4))}, "block_table is .*; it must be a class: the engine makes its own"),
+    ({"scheduler": Scheduler.__new__(Scheduler)}, "scheduler is .*; it must be a class"),
+])  # fmt: skip
+def test_plugged_in_part_that_cannot_be_called_is_rejected_by_field(loaded, parts, words):
+    with pytest.raises(ValueError, match=words):
+        LLM(loaded, num_blocks=8, **parts)
+
+
+def test_abort_of_one_of_n_samples_names_its_request(loaded):
+    engine = LLM(loaded, num_blocks=32, block_size=4).engine
+    engine.add_request("r", prompts(3)[0], SamplingParams(n=2, max_tokens=4))
+    with pytest.raises(ValueError, match="request_id 'r/1' is one of the sequences of 'r'; name that request"):
+        engine.abort("r/1")
+    assert engine.abort("r").finished
+    engine.check_integrity()
 
 
 def test_plugged_in_table_that_raises_is_named(loaded):

@@ -111,6 +111,7 @@ def swap_test(*parts: Any, model: str | Path | LoadedModel | LLM = "smollm2-135m
     try:
         found = find_seams(parts, named)
         refuse_labcores(found)
+        refuse_incomplete(found)
     except ValueError as error:
         print(f"swap_test   can't begin: {error}")
         return
@@ -159,6 +160,15 @@ def refuse_labcores(parts: dict[str, Any]) -> None:
         is_labcores = any(base.__module__.startswith("labcore.") for base in kind.__mro__)
         if is_labcores and not learners_methods(part):
             raise ValueError(f"nothing of yours is in {kind.__name__}: it is labcore's own.")
+
+
+def refuse_incomplete(parts: dict[str, Any]) -> None:
+    """Raises ValueError for a part that lacks methods which the engine calls."""
+    for seam, part in parts.items():
+        public = [name for name, value in vars(base_of(seam)).items() if callable(value) and not name.startswith("_")]
+        missing = [name for name in public if not callable(getattr(part, name, None))]
+        if missing:
+            raise ValueError(f"{name_of(part)} has no {', '.join(missing)} yet; run the cells that add what is missing.")
 
 
 def load_once(model: str | Path | LoadedModel | LLM) -> LoadedModel:

@@ -2,7 +2,7 @@
 
     class BlockPool                  allocate: the learner's       free: the learner's, not done yet
     class BlockPool(BlockPool)       free: borrowed                ← the stand-in, which `or_reference` returns
-    class BlockPool(BlockPool)       free: the learner's, mended   ← the cell run again: the stand-in is emptied
+    class BlockPool(BlockPool)       free: the learner's, mended   ← the cell run again: the stand-in is emptied, and judged so
 
 A method is borrowed from the version of the learner's own that passed last, or else from labcore's reference.
 """
@@ -13,7 +13,7 @@ import __future__
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -35,10 +35,13 @@ def borrowed_methods(cls: type) -> set[str]:
     return names
 
 
-def return_borrowed(cls: type) -> None:
-    """Empty the stand-ins below `cls` of all methods that the learner's own code defines above them."""
+def return_borrowed(cls: type, names: Iterable[str]) -> None:
+    """Empty the stand-ins below `cls` of these methods, where the learner's own code defines them above.
+
+    Before a check, so that `super()` can't reach what was borrowed, and a pass is a pass of the learner's code.
+    """
     for each in getattr(cls, "__mro__", ()):
-        for name in [name for name in vars(each).get(BORROWED, ()) if definer(cls, name) is not each]:
+        for name in [name for name in names if name in vars(each).get(BORROWED, ()) and definer(cls, name) is not each]:
             delattr(each, name)
             vars(each)[BORROWED].remove(name)
 

@@ -123,12 +123,11 @@ class CheckSession:
         exercise = self._find(exercise_id)
         if exercise is None:
             return
+        return_borrowed(obj, exercise.methods)
         verdict = borrowed_verdict(exercise, obj) or judge(exercise, obj, self.timeout)
         self.last = (exercise_id, obj, verdict)
         progress = self._progress()
         progress.record(exercise_id, verdict.done, sources_of(obj, exercise.methods) if verdict.done else None)
-        if verdict.done:
-            return_borrowed(obj)
         if not verdict.done and os.environ.get("LABCORE_CHECK") == "raise":
             raise AssertionError(str(verdict))
         self.tell("\n".join(text for text in (str(verdict), progress.note) if text))
@@ -144,6 +143,7 @@ class CheckSession:
             return obj
         last_id, last_obj, verdict = self.last
         if verdict is None or last_id != exercise_id or last_obj is not obj:
+            return_borrowed(obj, exercise.methods)
             verdict = borrowed_verdict(exercise, obj) or judge(exercise, obj, self.timeout)
         if verdict.done or borrowed_verdict(exercise, obj):
             return obj

@@ -14,17 +14,21 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from labcore.course.learner.stand_in import BORROWED
+from labcore.course.learner.stand_in import borrowed_methods
 
 
 def learners_methods(part: Any) -> dict[str, CodeType]:
-    """The methods that the learner wrote, of a class or of an instance's class: name → code, the topmost of each name."""
+    """The methods that the learner wrote, of a class or of an instance's class: name → code, the topmost of each name.
+
+    One that is borrowed is not the learner's, whatever stub stands below it.
+    """
     methods: dict[str, CodeType] = {}
+    borrowed = borrowed_methods(class_of(part))
     for cls in class_of(part).__mro__:
         if cls.__module__.partition(".")[0] in ("labcore", "builtins", "abc"):
             continue
         for name, value in vars(cls).items():
-            if isinstance(value, FunctionType) and name not in vars(cls).get(BORROWED, ()) and not is_dunder(name):
+            if isinstance(value, FunctionType) and name not in borrowed and not is_dunder(name):
                 methods.setdefault(name, value.__code__)
     return methods
 
