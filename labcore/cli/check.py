@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,9 +14,8 @@ from labcore.course.author.notebooks import (
     RUN_LIMIT_SECONDS,
     CellInterrupted,
     RunStopped,
-    calls,
+    cell_calls,
     execute,
-    parse_cell,
     read_notebook,
 )
 from labcore.course.learner.exercise import notebook_exercises, notebooks_with_exercises
@@ -122,7 +120,7 @@ def run_and_judge(
     notebook = exercises_only(notebook) if only_exercises else notebook
 
     def on_cell(cell: NotebookNode) -> None:
-        if cell.cell_type == "code" and any(calls(parse_cell(cell.source) or ast.Module([], []), "check")):
+        if any(cell_calls(cell, "check")):
             for text in [output.text.strip() for output in cell.outputs if output.output_type == "stream"]:
                 tell(text)
 

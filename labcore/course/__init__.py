@@ -80,8 +80,8 @@ own as they last passed, which the progress file remembers, or else the referenc
 and for a function, it is labcore's own (`Exercise.reference`). Once the learner's methods pass, what was borrowed is
 taken out of the classes, without a restart. A check never praises what is borrowed. Leave `or_reference` out where no
 later cell needs the object. The reference makes objects of labcore's classes, not of the notebook's: below it,
-compare numbers and lists, no classes. `check` and `or_reference` stand in the cell
-below the solution, which nbgrader locks and grades by itself.
+compare numbers and lists, no classes. `check` and `or_reference` stand in the cell below the solution, which nbgrader
+locks and grades by itself.
 
 In the student edition (`labcore student build --out DIR`) the lines between the markers become `raise
 NotImplementedError("your turn: 02.copy_on_write")` in a function, and `name = ...` for each name that they define

@@ -134,13 +134,15 @@ def resolve_pool(
 
 def check_part(name: str, part: object, base: type) -> None:
     """Raises ValueError for a part that lacks a public method of `base`. It need not be a subclass."""
-    missing = [
-        method
-        for method, value in vars(base).items()
-        if part is not None and not method.startswith("_") and callable(value) and not callable(getattr(part, method, None))
-    ]
+    missing = [] if part is None else missing_methods(part, base)
     if missing:
         raise ValueError(f"{name} is {part!r}; it must be a {base.__name__} or have its methods: {', '.join(missing)} missing.")
+
+
+def missing_methods(part: object, base: type) -> list[str]:
+    """Public methods of `base` that a part lacks."""
+    public = [name for name, value in vars(base).items() if callable(value) and not name.startswith("_")]
+    return [name for name in public if not callable(getattr(part, name, None))]
 
 
 def reject_unimplemented(config: EngineConfig) -> None:
@@ -180,8 +182,8 @@ def build_budget(config: EngineConfig, budget: AdaptiveBudget | type[AdaptiveBud
     """The adaptive token budget of max_num_batched_tokens="auto"; None if it is a number."""
     if config.max_num_batched_tokens != "auto":
         return None
-    kind = or_default(budget, AdaptiveBudget)
-    return kind(config.tbt_target_ms / 1000, largest=config.max_step_tokens) if isinstance(kind, type) else kind
+    seconds, tokens = config.tbt_target_ms / 1000, config.max_step_tokens
+    return instantiate("budget", or_default(budget, AdaptiveBudget), seconds, largest=tokens)
 
 
 def build_recorder(
@@ -205,12 +207,12 @@ def or_default(part: Part | None, default: Part) -> Part:
     return default if part is None else part
 
 
-def instantiate(name: str, part: Part | type[Part], *arguments: object) -> Part:
+def instantiate(name: str, part: Part | type[Part], *arguments: object, **keywords: object) -> Part:
     """A part as an instance: a class is called, an instance is used as it is. Raises ValueError if the call doesn't fit."""
     if not isinstance(part, type):
         return part
     try:
-        return part(*arguments)
+        return part(*arguments, **keywords)
     except TypeError as error:
-        called = ", ".join(map(repr, arguments))
+        called = ", ".join([*map(repr, arguments), *(f"{key}={value!r}" for key, value in keywords.items())])
         raise ValueError(f"{name} is {part!r}; it must be a class that can be called with ({called}): {error}.") from error

@@ -205,6 +205,12 @@ def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
             yield node
 
 
+def cell_calls(cell: NotebookNode, name: str) -> Iterator[ast.Call]:
+    """Every call of the plain function `name` in a cell; none in text, and in code that doesn't parse."""
+    tree = parse_cell(cell.source) if cell.cell_type == "code" else None
+    return iter(()) if tree is None else calls(tree, name)
+
+
 def _give_ids(notebook: NotebookNode) -> None:
     """Notebooks older than format 4.5 have no cell ids; the student edition needs them."""
     if notebook.nbformat_minor < 5:

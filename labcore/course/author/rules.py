@@ -15,7 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from labcore.course.author.notebooks import KERNELSPEC, calls, clean, code_cells, notebook_text, parse_cell, read_notebook
+from labcore.course.author.notebooks import (
+    KERNELSPEC,
+    calls,
+    cell_calls,
+    clean,
+    code_cells,
+    notebook_text,
+    parse_cell,
+    read_notebook,
+)
 from labcore.course.author.promotion import collect, definitions
 from labcore.course.author.student_edition import BEGIN
 from labcore.course.curriculum import Lesson, lesson, notebook_files
@@ -264,7 +273,7 @@ def exercise_methods_are_those_to_be_written(n: Written) -> list[str]:
                 methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
                 written |= {m.name for m in methods if any(m.lineno <= line <= m.end_lineno for line in lines)}
         marked = marked or bool(lines)
-        for call in calls(tree, "check"):
+        for call in cell_calls(cell, "check"):
             exercise = find_exercise(call.args[0].value)
             if exercise is not None and marked and set(exercise.methods) != written:
                 broken.append(f"{exercise.id}: methods are {exercise.methods}, the learner writes {sorted(written)}")
@@ -277,7 +286,7 @@ def checks_stand_alone(n: Written) -> list[str]:
     return [
         f"cell {number}: a check stands in the cell of its solution; give it the next one"
         for number, cell in n.code()
-        if BEGIN in cell.source and any(calls(parse_cell(cell.source) or ast.Module([], []), "check"))
+        if BEGIN in cell.source and any(cell_calls(cell, "check"))
     ]
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from labcore.course.author.notebooks import MalformedNotebook, calls, parse_cell
+from labcore.course.author.notebooks import MalformedNotebook, calls, cell_calls, parse_cell
 from labcore.course.learner.exercise import YOUR_TURN, find_exercise
 
 if TYPE_CHECKING:
@@ -151,10 +151,7 @@ def solution_regions(cell: NotebookNode) -> list[tuple[int, int]]:
 
 def checked_ids(cell: NotebookNode) -> list[str]:
     """The exercises that a cell checks, in order."""
-    tree = parse_cell(cell.source) if cell.cell_type == "code" else None
-    if tree is None:
-        return []
-    arguments = [call.args[0] for call in calls(tree, "check") if call.args]
+    arguments = [call.args[0] for call in cell_calls(cell, "check") if call.args]
     return [argument.value for argument in arguments if isinstance(argument, ast.Constant)]
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labcore.course.learner.locate_error import locate_error
+from labcore.course.learner.stand_in import is_labcores
 from labcore.course.learner.swap_workload import SwapWorkload
 from labcore.course.learner.text import shorten, wrapped
 from labcore.course.learner.timeout import run_with_timeout, same_random_state
-from labcore.course.learner.whose_code import counted, labcores_methods, learners_methods, report
+from labcore.course.learner.whose_code import class_of, counted, labcores_methods, learners_methods, report
 
 if TYPE_CHECKING:
     from labcore.engine.engine import Engine
@@ -136,7 +137,7 @@ def find_seams(parts: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
 
 def find_seam(part: Any) -> str:
     """The argument of LLM that a part belongs to, by its base class or its name. Raises ValueError if it could be any."""
-    kind = part if isinstance(part, type) else type(part)
+    kind = class_of(part)
     for seam in SEAMS:
         if issubclass(kind, base_of(seam)):
             return seam
@@ -156,17 +157,17 @@ def base_of(seam: str) -> type:
 def refuse_labcores(parts: dict[str, Any]) -> None:
     """Raises ValueError for a part without a method of the learner's: ours against ours proves nothing."""
     for part in parts.values():
-        kind = part if isinstance(part, type) else type(part)
-        is_labcores = any(base.__module__.startswith("labcore.") for base in kind.__mro__)
-        if is_labcores and not learners_methods(part):
+        kind = class_of(part)
+        if any(map(is_labcores, kind.__mro__)) and not learners_methods(part):
             raise ValueError(f"nothing of yours is in {kind.__name__}: it is labcore's own.")
 
 
 def refuse_incomplete(parts: dict[str, Any]) -> None:
     """Raises ValueError for a part that lacks methods which the engine calls."""
+    from labcore.engine.build import missing_methods
+
     for seam, part in parts.items():
-        public = [name for name, value in vars(base_of(seam)).items() if callable(value) and not name.startswith("_")]
-        missing = [name for name in public if not callable(getattr(part, name, None))]
+        missing = missing_methods(part, base_of(seam))
         if missing:
             raise ValueError(f"{name_of(part)} has no {', '.join(missing)} yet; run the cells that add what is missing.")
 
@@ -189,11 +190,9 @@ def compare(parts: dict[str, Any], loaded: LoadedModel, timeout: float = TIMEOUT
     theirs = Run()
 
     def run_theirs() -> None:
-        with counted({(seam, name): code for seam, methods in learners.items() for name, code in methods.items()}) as calls:
-            try:
-                run(loaded, {**special, **parts}, 4 * len(ours.steps) + 8, theirs)
-            finally:
-                theirs.calls = calls
+        codes = {(seam, name): code for seam, methods in learners.items() for name, code in methods.items()}
+        with counted(codes) as theirs.calls:
+            run(loaded, {**special, **parts}, 4 * len(ours.steps) + 8, theirs)
 
     outcome = run_with_timeout(run_theirs, timeout)
     if outcome.timed_out:

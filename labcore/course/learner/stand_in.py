@@ -46,6 +46,11 @@ def return_borrowed(cls: type, names: Iterable[str]) -> None:
             vars(each)[BORROWED].remove(name)
 
 
+def is_labcores(defined: Any) -> bool:
+    """Whether a class or a function stands in a module of labcore, and so is not the learner's."""
+    return defined.__module__.startswith("labcore.")
+
+
 def definer(cls: type, name: str) -> type | None:
     """The class in the method resolution order that defines `name`."""
     return next((each for each in cls.__mro__ if name in vars(each)), None)
@@ -68,7 +73,7 @@ def sources_of(obj: Any, names: tuple[str, ...]) -> dict[str, str]:
         functions = {k: v for owner in owners if owner for k, v in vars(owner).items() if isinstance(v, FunctionType)}
     else:
         return {}
-    if not set(names) <= set(functions) or any(function.__module__.startswith("labcore.") for function in functions.values()):
+    if not set(names) <= set(functions) or any(map(is_labcores, functions.values())):
         return {}
     try:
         return {name: textwrap.dedent(inspect.getsource(function)) for name, function in functions.items()}

@@ -54,7 +54,7 @@ ARRIVALS = (
 
 @dataclass
 class SwapWorkload:
-    """Feeds one engine. encode: text → token ids."""
+    """Feeds one engine. waiting: what has still to arrive; step: steps that were made."""
 
     engine: Engine
     waiting: list[Arrival] = field(default_factory=lambda: list(ARRIVALS))

@@ -30,6 +30,7 @@ from labcore.course.learner.stand_in import (
     borrowed_methods,
     definer,
     function_from,
+    is_labcores,
     methods_from,
     namespace_of,
     reference_methods,
@@ -91,16 +92,16 @@ def borrowed_verdict(exercise: Exercise, obj: Any) -> Verdict | None:
     if borrowed:
         names = " and ".join(borrowed)
         return Verdict(exercise.id, False, f"{names} is borrowed here, until yours passes", "your own, from the cell above", 1)
-    if is_labcores(exercise, obj):
+    if is_reference(exercise, obj):
         return Verdict(exercise.id, False, "this is labcore's own", "yours, from the cell above", 1)
     return None
 
 
-def is_labcores(exercise: Exercise, obj: Any) -> bool:
+def is_reference(exercise: Exercise, obj: Any) -> bool:
     """Whether what the exercise asks for is labcore's reference, or inherited from a class of labcore's."""
     if isinstance(obj, type) and exercise.methods:
         definers = [definer(obj, name) for name in exercise.methods]
-        return all(each is not None and each.__module__.startswith("labcore.") for each in definers)
+        return all(each is not None and is_labcores(each) for each in definers)
     return callable(obj) and obj is resolve(exercise.reference)
 
 
@@ -141,11 +142,13 @@ class CheckSession:
         exercise = self._find(exercise_id)
         if exercise is None:
             return obj
+        return_borrowed(obj, exercise.methods)
+        if borrowed_verdict(exercise, obj):
+            return obj
         last_id, last_obj, verdict = self.last
         if verdict is None or last_id != exercise_id or last_obj is not obj:
-            return_borrowed(obj, exercise.methods)
-            verdict = borrowed_verdict(exercise, obj) or judge(exercise, obj, self.timeout)
-        if verdict.done or borrowed_verdict(exercise, obj):
+            verdict = judge(exercise, obj, self.timeout)
+        if verdict.done:
             return obj
         for substitute, said in self._substitutes(exercise, obj):
             if judge(exercise, substitute, self.timeout).done:
